@@ -9,15 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flexnsa import primitives
 from flexnsa.masks.user_mods import MaskMod, ScoreMod
-from flexnsa.primitives import (
-    check_device,
-    check_int,
-    check_positive_int,
-    check_positive_number,
-    check_tensor,
-    describe,
-)
 
 
 def soft_cap(cap: float | Tensor) -> ScoreMod:
@@ -27,9 +20,9 @@ def soft_cap(cap: float | Tensor) -> ScoreMod:
         cap: a number, a constant to ``torch.compile``; or a tensor ``()``, whose value may change between calls.
     """
     if isinstance(cap, Tensor):
-        check_tensor("cap", cap, ())
+        primitives.check_tensor("cap", cap, ())
     else:
-        check_positive_number("cap", cap)
+        primitives.check_positive_number("cap", cap)
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:  # noqa: ARG001
         return cap * torch.tanh(score / cap)
@@ -43,7 +36,7 @@ def alibi(slopes: Tensor) -> ScoreMod:
     Args:
         slopes: ``(Hq,)``, from :func:`alibi_slopes` or learned.
     """
-    check_tensor("slopes", slopes, ("Hq",))
+    primitives.check_tensor("slopes", slopes, ("Hq",))
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:  # noqa: ARG001
         return score - slopes[h] * (q_idx - kv_idx)
@@ -56,8 +49,8 @@ def alibi_slopes(num_heads: int, device: torch.device | str | None = None) -> Te
 
     Where ``num_heads`` is no power of two the paper interleaves two such series; this is always one.
     """
-    check_positive_int("num_heads", num_heads)
-    check_device("device", device)
+    primitives.check_positive_int("num_heads", num_heads)
+    primitives.check_device("device", device)
     return torch.exp2(-8 / num_heads * torch.arange(1, num_heads + 1, dtype=torch.float32, device=device))
 
 
@@ -67,7 +60,7 @@ def distance_bias(bias: Tensor) -> ScoreMod:
     Args:
         bias: ``(Hq, R)``; distances of ``R - 1`` and more share the last entry.
     """
-    check_tensor("bias", bias, ("Hq", "R"))
+    primitives.check_tensor("bias", bias, ("Hq", "R"))
     last = bias.shape[1] - 1
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:  # noqa: ARG001
@@ -80,7 +73,7 @@ def chain(*score_mods: ScoreMod) -> ScoreMod:
     """Compose score mods, applied in the order given."""
     for score_mod in score_mods:
         if not callable(score_mod):
-            raise TypeError(f"score_mods: expected functions, got {describe(score_mod)}")
+            raise TypeError(f"score_mods: expected functions, got {primitives.describe(score_mod)}")
 
     def chained(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         for score_mod in score_mods:
@@ -95,8 +88,8 @@ def prefix_lm(prefix_length: int, window: int) -> MaskMod:
 
     A prompt that every token sees, and local attention after it (arXiv 1910.10683, section 3.2.1; 2309.17453).
     """
-    check_positive_int("prefix_length", prefix_length)
-    check_positive_int("window", window)
+    primitives.check_positive_int("prefix_length", prefix_length)
+    primitives.check_positive_int("window", window)
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:  # noqa: ARG001
         return (kv_idx < prefix_length) | (q_idx - kv_idx < window)
@@ -110,8 +103,8 @@ def banned_span(first: int, stop: int) -> MaskMod:
     A compressed token is banned if its last token is. One that ends after the span may therefore contain up to
     ``l - 1`` banned tokens; pass ``stop + l - 1`` to ban those compressed tokens too.
     """
-    check_int("first", first, 0)
-    check_int("stop", stop, first + 1)
+    primitives.check_int("first", first, 0)
+    primitives.check_int("stop", stop, first + 1)
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:  # noqa: ARG001
         return (kv_idx < first) | (kv_idx >= stop)

@@ -15,18 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from flexnsa import primitives
 from flexnsa.checks.calls import check_document_ids
-from flexnsa.primitives import (
-    LARGEST_SIZE,
-    check_has_values,
-    check_int,
-    check_integers,
-    check_tensor,
-    check_type,
-    describe,
-    is_dense,
-    may_look,
-)
 
 IGNORED = -100
 """The target that ``torch.nn.functional.cross_entropy`` ignores."""
@@ -51,14 +41,14 @@ def document_ids_from_cu_seqlens(cu_seqlens: Tensor, seq_len: int | None = None)
 
 def document_ids_from_starts(name: str, starts: Tensor, seq_len: int | None) -> Tensor:
     """Return what :func:`document_ids_from_cu_seqlens` does for an argument of any name."""
-    check_integers(name, starts, ("D + 1",))
+    primitives.check_integers(name, starts, ("D + 1",))
     if len(starts) == 0:
         raise ValueError(f"{name}: expected at least the end of the row, got no entry")
     if seq_len is None:
-        check_has_values(name, starts)
+        primitives.check_has_values(name, starts)
     elif not torch.compiler.is_compiling():  # in a graph it may be a symbolic size
-        check_int("seq_len", seq_len, 0)
-    if may_look(starts):
+        primitives.check_int("seq_len", seq_len, 0)
+    if primitives.may_look(starts):
         _check_starts(name, starts, seq_len)
     seq_len = int(starts[-1]) if seq_len is None else seq_len
     token = torch.arange(seq_len, dtype=starts.dtype, device=starts.device)
@@ -80,7 +70,7 @@ def cu_seqlens_from_document_ids(document_ids: Tensor) -> Tensor:
         ValueError: wrong shape or dtype, without values, or decreasing (checked on a CPU only).
     """
     starts = _starts(document_ids).flatten()
-    check_has_values("document_ids", document_ids)
+    primitives.check_has_values("document_ids", document_ids)
     return F.pad(starts, (0, 1), value=True).nonzero()[:, 0].to(torch.int32)
 
 
@@ -98,15 +88,11 @@ def document_ids_from_position_ids(position_ids: Tensor) -> Tensor:
         TypeError: not a tensor.
         ValueError: wrong shape or dtype, or a position that is neither 0 nor one more than the previous.
     """
-    check_integers("position_ids", position_ids, ("B", "S"))
-    if may_look(position_ids):
+    primitives.check_integers("position_ids", position_ids, ("B", "S"))
+    if primitives.may_look(position_ids):
         before = F.pad(position_ids[:, :-1], (1, 0), value=-1)
-        _require_all(
-            "position_ids",
-            (position_ids == 0) | (position_ids == before + 1),
-            position_ids,
-            "0 or one more than before",
-        )
+        goes_on = (position_ids == 0) | (position_ids == before + 1)
+        _require_all("position_ids", goes_on, position_ids, "0 or one more than before")
     return (position_ids == 0).cumsum(1, dtype=torch.int32) - 1
 
 
@@ -139,11 +125,11 @@ def pack_padded(x: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         ValueError: ``attention_mask`` is not a mask or has no values, or ``x`` does not start with its shape.
     """
     mask = _check_attention_mask(attention_mask)
-    check_has_values("attention_mask", mask)
-    check_type("x", x, Tensor)
-    if not is_dense(x) or x.shape[:2] != mask.shape or x.device != mask.device:
+    primitives.check_has_values("attention_mask", mask)
+    primitives.check_type("x", x, Tensor)
+    if not primitives.is_dense(x) or x.shape[:2] != mask.shape or x.device != mask.device:
         expected = f"a tensor {tuple(mask.shape)} + (...) on {mask.device}, as attention_mask"
-        raise ValueError(f"x: expected {expected}, got {describe(x)}")
+        raise ValueError(f"x: expected {expected}, got {primitives.describe(x)}")
     row = torch.arange(len(mask), dtype=torch.int32, device=mask.device)
     return x[mask][None], row[:, None].expand_as(mask)[mask][None]
 
@@ -156,10 +142,10 @@ def unpack_padded(packed: Tensor, attention_mask: Tensor) -> Tensor:
         ValueError: ``attention_mask`` is not a mask, or has another number of real tokens than ``packed``.
     """
     mask = _check_attention_mask(attention_mask)
-    check_type("packed", packed, Tensor)
-    if not is_dense(packed) or packed.dim() < 2 or len(packed) != 1 or packed.device != mask.device:
-        raise ValueError(f"packed: expected a tensor (1, T, ...) on {mask.device}, got {describe(packed)}")
-    if may_look(mask) and packed.shape[1] != mask.sum():
+    primitives.check_type("packed", packed, Tensor)
+    if not primitives.is_dense(packed) or packed.dim() < 2 or len(packed) != 1 or packed.device != mask.device:
+        raise ValueError(f"packed: expected a tensor (1, T, ...) on {mask.device}, got {primitives.describe(packed)}")
+    if primitives.may_look(mask) and packed.shape[1] != mask.sum():
         raise ValueError(f"packed: expected the {int(mask.sum())} tokens of attention_mask, got {packed.shape[1]}")
     mask = mask.view(*mask.shape, *[1] * (packed.dim() - 2))
     return packed.new_zeros(*mask.shape[:2], *packed.shape[2:]).masked_scatter(mask, packed)
@@ -180,7 +166,7 @@ def next_token_targets(tokens: Tensor, document_ids: Tensor) -> Tensor:
         ValueError: wrong shape or dtype, or ``document_ids`` decreases (checked on a CPU only).
     """
     starts = _starts(document_ids)
-    check_integers("tokens", tokens, tuple(starts.shape), like=starts, as_of="document_ids")
+    primitives.check_integers("tokens", tokens, tuple(starts.shape), like=starts, as_of="document_ids")
     next_starts = starts.roll(-1, dims=1)  # the last token is followed by the first, which also starts a document
     return tokens.roll(-1, dims=1).to(torch.int64).masked_fill(next_starts, IGNORED)
 
@@ -200,7 +186,7 @@ def _changes(x: Tensor, *, first: bool) -> Tensor:
 def _check_starts(name: str, starts: Tensor, seq_len: int | None) -> None:
     if starts[0] != 0:
         raise ValueError(f"{name}: expected to start at 0, got {int(starts[0])}")
-    _require_all(name, starts <= LARGEST_SIZE, starts, f"at most {LARGEST_SIZE}")
+    _require_all(name, starts <= primitives.LARGEST_SIZE, starts, f"at most {primitives.LARGEST_SIZE}")
     _require_all(name, starts >= F.pad(starts[:-1], (1, 0)), starts, "no less than before")
     if seq_len is not None and starts[-1] != seq_len:
         raise ValueError(f"{name}: expected to end at seq_len={seq_len}, got {int(starts[-1])}")
@@ -208,11 +194,11 @@ def _check_starts(name: str, starts: Tensor, seq_len: int | None) -> None:
 
 def _check_attention_mask(attention_mask: Tensor) -> Tensor:
     """Check that real tokens are one run in each sequence, and return the mask as booleans."""
-    check_tensor("attention_mask", attention_mask, ("B", "S"), dtype=getattr(attention_mask, "dtype", None))
+    primitives.check_tensor("attention_mask", attention_mask, ("B", "S"), dtype=getattr(attention_mask, "dtype", None))
     if attention_mask.dtype not in (torch.bool, torch.int32, torch.int64):
         raise ValueError(f"attention_mask: expected dtype bool, int32 or int64, got {attention_mask.dtype}")
     mask = attention_mask != 0
-    if may_look(attention_mask):
+    if primitives.may_look(attention_mask):
         _require_all("attention_mask", attention_mask == mask, attention_mask, "0 or 1")
         runs_before = (_changes(mask, first=False) & ~mask).cumsum(1)
         _require_all("attention_mask", ~mask | (runs_before == 0), attention_mask, "one run of real tokens a row")

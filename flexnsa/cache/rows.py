@@ -13,19 +13,11 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from flexnsa import primitives
 from flexnsa.attention.plan import STEP_TOKENS
 from flexnsa.cache.bounds import HostLengthBound, Rows, doubled, row_index
 from flexnsa.cache.steps import BufferSizes
 from flexnsa.config import kind_of
-from flexnsa.primitives import (
-    check_device,
-    check_dtype,
-    check_integers,
-    check_positive_int,
-    check_positive_number,
-    check_tensor,
-    check_type,
-)
 
 
 class RowCache:
@@ -68,10 +60,10 @@ class RowCache:
         given = {"batch_size": batch_size, "max_seq_len": sizes.max_seq_len, "num_kv_heads": num_kv_heads}
         given |= {"head_dim": head_dim, "v_head_dim": v_head_dim, "max_rewind": sizes.max_rewind}
         for name, size in given.items():
-            check_positive_int(name, size)
-        check_dtype("dtype", dtype)
-        check_device("device", device)
-        check_positive_number("rope_base", rope_base)
+            primitives.check_positive_int(name, size)
+        primitives.check_dtype("dtype", dtype)
+        primitives.check_device("device", device)
+        primitives.check_positive_number("rope_base", rope_base)
         self.sizes, self.batch_size, self.num_kv_heads, self.rope_base = sizes, batch_size, num_kv_heads, rope_base
         self.head_dim, self.v_head_dim = head_dim, v_head_dim
         self.room = HostLengthBound(sizes.max_seq_len)
@@ -134,7 +126,7 @@ class RowCache:
     @classmethod
     def check_made_for(cls, layer: object, cache: object, argument: str = "cache") -> None:
         """Check that a cache is of this class and fits the sizes of the layer; errors call it ``argument``."""
-        check_type(argument, cache, cls)
+        primitives.check_type(argument, cache, cls)
         assert isinstance(cache, cls)
         cache.require(argument, **{name: getattr(layer, name) for name in cls.OF_LAYER})
 
@@ -162,9 +154,9 @@ class RowCache:
                 raise.
         """
         if not isinstance(num_tokens, torch.SymInt):
-            check_positive_int("num_tokens", num_tokens)
+            primitives.check_positive_int("num_tokens", num_tokens)
         if lengths is not None:
-            check_integers("lengths", lengths, (self.batch_size,), like=self.lengths, as_of="the cache")
+            primitives.check_integers("lengths", lengths, (self.batch_size,), like=self.lengths, as_of="the cache")
         return self.room.longest_after(num_tokens, lengths, self.lengths)
 
     def demand_empty(self) -> None:
@@ -191,7 +183,9 @@ class RowCache:
                 tensor.zero_()
             self.room.longest = 0
         elif isinstance(rows, Tensor) and rows.dtype == torch.bool:
-            check_tensor("rows", rows, (self.batch_size,), like=self.lengths, as_of="the cache", dtype=torch.bool)
+            primitives.check_tensor(
+                "rows", rows, (self.batch_size,), like=self.lengths, as_of="the cache", dtype=torch.bool
+            )
             for tensor in tensors:
                 tensor.masked_fill_(rows.view(-1, *[1] * (tensor.dim() - 1)), 0)
         else:
@@ -239,7 +233,7 @@ class RowCache:
             TypeError: not a tensor.
             ValueError: of another shape, dtype or device; or, on CPU, an index out of range.
         """
-        check_integers("rows", rows, (self.batch_size,), like=self.lengths, as_of="the cache")
+        primitives.check_integers("rows", rows, (self.batch_size,), like=self.lengths, as_of="the cache")
         index = row_index("rows", rows, self.rows)
         for tensor in self.state().values():
             tensor.copy_(tensor.index_select(0, index))
@@ -254,7 +248,7 @@ class RowCache:
             TypeError: no int.
             ValueError: out of range.
         """
-        check_positive_int("max_seq_len", max_seq_len)
+        primitives.check_positive_int("max_seq_len", max_seq_len)
         capacity = doubled(self.max_seq_len, max_seq_len)
         for name, buffer in self.buffers.items():
             before, after = (self.num_slots(name, size) for size in (self.max_seq_len, capacity))
@@ -279,11 +273,11 @@ class RowCache:
             ValueError: the sizes differ; the cache is then as it was.
         """
         own = self.state()
-        check_type("state", state, dict)
+        primitives.check_type("state", state, dict)
         if state.keys() != own.keys():
             raise ValueError(f"state: expected {', '.join(sorted(own))}, got {', '.join(sorted(map(str, state)))}")
         for name, tensor in own.items():
-            check_tensor(f"state[{name!r}]", state[name], tuple(tensor.shape), dtype=tensor.dtype)
+            primitives.check_tensor(f"state[{name!r}]", state[name], tuple(tensor.shape), dtype=tensor.dtype)
         for name, tensor in own.items():
             tensor.copy_(state[name])
         self.room.longest = None
@@ -297,7 +291,7 @@ class RowCache:
         return {**self.buffers, **self.counts()}
 
     def _check_other(self, other: Any) -> None:
-        check_type("other", other, type(self))
+        primitives.check_type("other", other, type(self))
         for name in self.SHARED:
             expected, came = getattr(self, name), getattr(other, name)
             if came != expected:

@@ -9,16 +9,7 @@ from torch import Tensor
 
 from flexnsa.attention.dispatch import attend, by_branch
 from flexnsa.attention.interface import Keys, NSAAux
-from flexnsa.checks.calls import (
-    Sizes,
-    check_branches,
-    check_keys,
-    check_queries,
-    check_recompute,
-    checked_positions,
-    checked_selection,
-    count_tokens,
-)
+from flexnsa.checks import calls
 from flexnsa.checks.scorers import checked_scorer_keys
 from flexnsa.config import BRANCHES, NSAConfig, num_compressed
 from flexnsa.functional.calls import prepare, scorer_of
@@ -158,11 +149,11 @@ def native_sparse_attention(
         TypeError: an argument has the wrong type.
         ValueError: an argument does not fit the others; the message names it.
     """
-    branches = check_branches(branches)
-    recompute = check_recompute(recompute, branches)
+    branches = calls.check_branches(branches)
+    recompute = calls.check_recompute(recompute, branches)
     check_type("return_aux", return_aux, bool)
     check_type("nonnegative_gates", nonnegative_gates, bool)
-    check_queries(q, config)
+    calls.check_queries(q, config)
     check_tensor("gates", gates, (*q.shape[:3], len(BRANCHES)), like=q, dtype=getattr(gates, "dtype", None))
     check_floating("gates", gates)
     windows = ("k" if k_win is None else "k_win", "v" if v_win is None else "v_win")
@@ -171,22 +162,22 @@ def native_sparse_attention(
     length = q.shape[2]
     if positions is not None:
         keys = ("k", k) if "slc" in branches else (windows[0], k_win) if "win" in branches else None
-        length = count_tokens(q, keys, k_cmp, document_ids, config)
-        positions = checked_positions(q, positions, length)
+        length = calls.count_tokens(q, keys, k_cmp, document_ids, config)
+        positions = calls.checked_positions(q, positions, length)
     num_keys = num_compressed(length, config)
-    sizes = Sizes()
+    sizes = calls.Sizes()
     if "slc" in branches:
-        sizes = check_keys(q, k, v, ("k", "v"), length, sizes)
+        sizes = calls.check_keys(q, k, v, ("k", "v"), length, sizes)
     if "win" in branches:
-        sizes = check_keys(q, k_win, v_win, windows, length, sizes)
+        sizes = calls.check_keys(q, k_win, v_win, windows, length, sizes)
     if "cmp" in branches:
-        sizes = check_keys(q, k_cmp, v_cmp, ("k_cmp", "v_cmp"), num_keys, sizes)
+        sizes = calls.check_keys(q, k_cmp, v_cmp, ("k_cmp", "v_cmp"), num_keys, sizes)
     if selecting:
         checked_scorer_keys(q, k_cmp, q_index, k_index, index_scale, sizes.heads, length, config)
     if block_indices is not None:
         if "slc" not in branches:
             raise ValueError(f"block_indices: expected None without the slc branch, got {describe(block_indices)}")
-        block_indices = checked_selection(q, block_indices, sizes.heads, length, config)
+        block_indices = calls.checked_selection(q, block_indices, sizes.heads, length, config)
     v_any = next((x for x in (v, v_win, v_cmp) if x is not None), None)
     implementation, call = prepare(q, config, scale, document_ids, score_mod, mask_mod, impl, v_any, positions, length)
     indexer = None

@@ -6,19 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Self
 
+from flexnsa import primitives
 from flexnsa.attention.dispatch import IMPLEMENTATIONS
 from flexnsa.checks.calls import check_branches, check_option, check_recompute
 from flexnsa.config import BRANCHES, INDEX_FIELDS, NSAConfig
 from flexnsa.layers.compression import COMPRESSORS
 from flexnsa.layers.gating import check_gate
-from flexnsa.primitives import (
-    check_choice,
-    check_heads,
-    check_positive_int,
-    check_positive_number,
-    check_type,
-    describe,
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,9 +37,9 @@ class BranchOptions:
 
     def __post_init__(self) -> None:
         check_recompute(self.recompute, check_branches(self.branches))
-        check_choice("impl", self.impl, ("auto", *IMPLEMENTATIONS))
+        primitives.check_choice("impl", self.impl, ("auto", *IMPLEMENTATIONS))
         if self.index_rank is not None:
-            check_positive_int("index_rank", self.index_rank)
+            primitives.check_positive_int("index_rank", self.index_rank)
         for name in ("branches", "recompute"):  # lists have no hash; the order stays, because files of runs hold it
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
@@ -90,14 +83,14 @@ class LayerConfig(BranchOptions):
 
     def __post_init__(self) -> None:
         BranchOptions.__post_init__(self)  # not by super(), which does not know classes with slots
-        check_positive_int("dim", self.dim)
+        primitives.check_positive_int("dim", self.dim)
         v_head_dim = self.head_dim if self.v_head_dim is None else self.v_head_dim
-        check_heads(self.num_heads, self.num_kv_heads, self.head_dim, v_head_dim)
-        check_type("nsa", self.nsa, NSAConfig)
+        primitives.check_heads(self.num_heads, self.num_kv_heads, self.head_dim, v_head_dim)
+        primitives.check_type("nsa", self.nsa, NSAConfig)
         check_indexer(self.nsa, self.index_rank, self.branches, self.num_heads // self.num_kv_heads)
-        check_choice("compression", self.compression, tuple(COMPRESSORS))
+        primitives.check_choice("compression", self.compression, tuple(COMPRESSORS))
         check_gate(self.gate, self.branches)
-        check_positive_number("rope_base", self.rope_base)
+        primitives.check_positive_number("rope_base", self.rope_base)
         for option in fields(self):
             if option.type == "bool":  # annotations are strings here
                 check_option(option.name, getattr(self, option.name), option.metadata.get("needs", ()), self.branches)
@@ -125,7 +118,7 @@ def check_indexer(nsa: NSAConfig, index_rank: int | None, branches: Sequence[str
     heads = nsa.index_heads
     if heads is None:
         if index_rank is not None:
-            raise ValueError(f"index_rank: expected None without index_heads, got {describe(index_rank)}")
+            raise ValueError(f"index_rank: expected None without index_heads, got {primitives.describe(index_rank)}")
         return
     if "slc" not in branches:
         raise ValueError(f"index_heads: expected None without the branch slc, got {heads}")

@@ -18,15 +18,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexnsa.attention.compilation import compile_once
-from flexnsa.attention.flex.kernels import (
-    attend,
-    check_blocks,
-    check_heads,
-    fold_heads,
-    rows_of_query,
-    sizes_of_tiles,
-    unfold_heads,
-)
+from flexnsa.attention.flex import kernels
 from flexnsa.attention.interface import BranchOutput, Call, Compressed
 from flexnsa.attention.tiles.flex import dense_tiles, sparse_tiles
 from flexnsa.config import NSAConfig
@@ -50,7 +42,7 @@ def compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Compresse
     Raises:
         ValueError: the device has no tile for heads of this size.
     """
-    check_heads(q, v_cmp)
+    kernels.check_heads(q, v_cmp)
     num_keys = k_cmp.shape[2] + _padding(k_cmp)
     mask = _interval_mask(compressed_mask, q, num_keys, call.positions, call.config)
     return Compressed(*compiled(_compressed, q, call.positions)(q, k_cmp, v_cmp, mask, call))
@@ -62,14 +54,14 @@ def selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call)
     Raises:
         ValueError: the device has no tile for blocks or heads of this size.
     """
-    check_blocks(q, call.config)
-    check_heads(q, v, rows_of_query(q, k))
+    kernels.check_blocks(q, call.config)
+    kernels.check_heads(q, v, kernels.rows_of_query(q, k))
     return compiled(_selected, q, call.positions)(q, k, v, block_indices, call)
 
 
 def window(q: Tensor, k: Tensor, v: Tensor, call: Call) -> BranchOutput:
     """Attend to the last ``window_size`` tokens; errors as of :func:`compressed`."""
-    check_heads(q, v)
+    kernels.check_heads(q, v)
     mask = _interval_mask(window_mask, q, k.shape[2], call.window_positions, call.config)
     return compiled(_window, q, call.window_positions)(q, k, v, mask, call)
 
@@ -90,28 +82,28 @@ def _compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, mask: BlockMask, call: 
     groups = q.shape[1] // k_cmp.shape[1] if tiles < ENOUGH_PROGRAMS else 1
     k, v = (F.pad(x, (0, 0, 0, _padding(x))).repeat_interleave(groups, dim=1) for x in (k_cmp, v_cmp))
     kernel_mod = call.score_mod and mod_of_compressed(call.score_mod, call.positions, config=call.config)
-    options = {**dense_tiles(*sizes_of_tiles(q, v), stages=3), "BLOCKS_ARE_CONTIGUOUS": True}
-    return attend(q, k, v, mask, call.scale, options, kernel_mod)
+    options = {**dense_tiles(*kernels.sizes_of_tiles(q, v), stages=3), "BLOCKS_ARE_CONTIGUOUS": True}
+    return kernels.attend(q, k, v, mask, call.scale, options, kernel_mod)
 
 
 def _selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> BranchOutput:
-    groups, rows = operator.index(q.shape[1] // k.shape[1]), rows_of_query(q, k)
+    groups, rows = operator.index(q.shape[1] // k.shape[1]), kernels.rows_of_query(q, k)
     mask = selected_mask(block_indices, call.positions, k.shape[2], rows=rows, config=call.config)
     kernel_mod = call.score_mod and mod_of_tokens(
         call.score_mod, call.positions, tokens=stored(mask.tokens), rows=rows, groups=groups
     )
     k, v = (_gather(x, mask.tokens) for x in (k, v))
-    options = sparse_tiles(*sizes_of_tiles(q, v), *mask.block_mask.BLOCK_SIZE)
-    folded = attend(fold_heads(q, rows, groups), k, v, mask.block_mask, call.scale, options, kernel_mod)
-    return unfold_heads(folded, rows, groups)
+    options = sparse_tiles(*kernels.sizes_of_tiles(q, v), *mask.block_mask.BLOCK_SIZE)
+    folded = kernels.attend(kernels.fold_heads(q, rows, groups), k, v, mask.block_mask, call.scale, options, kernel_mod)
+    return kernels.unfold_heads(folded, rows, groups)
 
 
 def _window(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, call: Call) -> BranchOutput:
     kernel_mod = call.score_mod and mod_of_tokens(call.score_mod, call.window_positions)
-    options = dense_tiles(*sizes_of_tiles(q, v), stages=2)
+    options = dense_tiles(*kernels.sizes_of_tiles(q, v), stages=2)
     if call.window_positions is not None and not call.window_positions.consecutive:
         options = {**options, "BLOCKS_ARE_CONTIGUOUS": True}
-    return attend(q, k, v, mask, call.scale, options, kernel_mod)
+    return kernels.attend(q, k, v, mask, call.scale, options, kernel_mod)
 
 
 def _padding(k_cmp: Tensor) -> int:

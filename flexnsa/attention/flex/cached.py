@@ -22,16 +22,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from flexnsa.attention.compilation import compile_once
-from flexnsa.attention.flex import branches
-from flexnsa.attention.flex.kernels import (
-    attend,
-    check_blocks,
-    check_heads,
-    fold_heads,
-    rows_of_query,
-    sizes_of_tiles,
-    unfold_heads,
-)
+from flexnsa.attention.flex import branches, kernels
 from flexnsa.attention.interface import BranchOutput, Call, Compressed, WindowBranch
 from flexnsa.attention.plan import Plan, padded_group
 from flexnsa.attention.tiles.flex import KernelOptions, decoding_tiles, dense_tiles, sparse_tiles
@@ -53,7 +44,7 @@ TILE = 64
 
 def compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Compressed:
     """As :func:`flexnsa.attention.flex.branches.compressed`."""
-    check_heads(q, v_cmp)
+    kernels.check_heads(q, v_cmp)
     plan = Plan.of(q, k_cmp, has_mod=call.score_mod is not None)
     if plan.divide_keys:
         return Compressed(*compile_once(_divided_compressed)(q, k_cmp, v_cmp, call))
@@ -64,7 +55,7 @@ def compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Compresse
 
 def window(q: Tensor, k: Tensor, v: Tensor, call: Call) -> BranchOutput:
     """As :func:`flexnsa.attention.flex.branches.window`."""
-    check_heads(q, v)
+    kernels.check_heads(q, v)
     plan = Plan.of(q, k, has_mod=call.score_mod is not None)
     if plan.divide_keys:
         return compile_once(_divided_window)(q, k, v, call)
@@ -75,8 +66,8 @@ def window(q: Tensor, k: Tensor, v: Tensor, call: Call) -> BranchOutput:
 
 def selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> BranchOutput:
     """As :func:`flexnsa.attention.flex.branches.selected`, for positions that all start at 0."""
-    check_blocks(q, call.config)
-    check_heads(q, v, rows_of_query(q, k))
+    kernels.check_blocks(q, call.config)
+    kernels.check_heads(q, v, kernels.rows_of_query(q, k))
     attend_to = _divided_selected if Plan.of(q, k, has_mod=call.score_mod is not None).divide_keys else _selected
     return branches.compiled(attend_to, q, call.positions)(q, k, v, block_indices, call)
 
@@ -91,7 +82,7 @@ def _folded(attend_to: WindowBranch, q: Tensor, k: Tensor, v: Tensor, call: Call
         return positions and positions.map(lambda x: x.repeat_interleave(groups, dim=1))
 
     call = replace(call, positions=repeat(call.positions), window_positions=repeat(call.window_positions))
-    return unfold_heads(attend_to(fold_heads(q, groups, groups), k, v, call), groups, groups)
+    return kernels.unfold_heads(attend_to(kernels.fold_heads(q, groups, groups), k, v, call), groups, groups)
 
 
 def _compressed_in_place(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> BranchOutput:
@@ -102,15 +93,16 @@ def _compressed_in_place(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) ->
 
 def _contiguous(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, scale: float) -> BranchOutput:
     # Repeating or padding the keys, which pays in training, would copy all of them for each step.
-    return attend(q, k, v, mask, scale, {**dense_tiles(*sizes_of_tiles(q, v)), "BLOCKS_ARE_CONTIGUOUS": True})
+    options = {**dense_tiles(*kernels.sizes_of_tiles(q, v)), "BLOCKS_ARE_CONTIGUOUS": True}
+    return kernels.attend(q, k, v, mask, scale, options)
 
 
 def _selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> BranchOutput:
-    groups, rows = q.shape[1] // k.shape[1], rows_of_query(q, k)
+    groups, rows = q.shape[1] // k.shape[1], kernels.rows_of_query(q, k)
     mask, kernel_mod = _selected_mask(q, k, block_indices, call, rows=rows, groups=groups)
-    options = sparse_tiles(*sizes_of_tiles(q, v), *mask.BLOCK_SIZE)
-    folded = attend(fold_heads(q, rows, groups), k, v, mask, call.scale, options, kernel_mod)
-    return unfold_heads(folded, rows, groups)
+    options = sparse_tiles(*kernels.sizes_of_tiles(q, v), *mask.BLOCK_SIZE)
+    folded = kernels.attend(kernels.fold_heads(q, rows, groups), k, v, mask, call.scale, options, kernel_mod)
+    return kernels.unfold_heads(folded, rows, groups)
 
 
 def _selected_mask(
@@ -152,10 +144,10 @@ def _divide_keys(
     batch, heads, count = operator.index(q.shape[0]), operator.index(k.shape[1]), operator.index(q.shape[2])
     (rows, tile), (_, groups) = mask.BLOCK_SIZE, _fold(q, k)
     splits = max(1, min(most_tiles, PROGRAMS // (batch * heads * count)))
-    tiles = decoding_tiles(*sizes_of_tiles(q, v), rows, tile)
+    tiles = decoding_tiles(*kernels.sizes_of_tiles(q, v), rows, tile)
     options: KernelOptions = {"BACKEND": "TRITON_DECODE", "SPLIT_KV": splits, **tiles}
     out, aux = flex_attention(
-        fold_heads(q, rows, groups),
+        kernels.fold_heads(q, rows, groups),
         k,
         v,
         score_mod=kernel_mod,
@@ -164,7 +156,7 @@ def _divide_keys(
         kernel_options=cast("FlexKernelOptions", options),
         return_aux=AuxRequest(lse=True),
     )
-    return unfold_heads(BranchOutput(out, aux.lse), rows, groups)
+    return kernels.unfold_heads(BranchOutput(out, aux.lse), rows, groups)
 
 
 def _fold(q: Tensor, k: Tensor) -> tuple[int, int]:
