@@ -26,6 +26,9 @@ CPU = torch.device("cpu")
 MODEL = DecoderConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, nsa=TINY)
 TRAINING = TrainConfig(steps=4, batch_size=4, seq_len=48, warmup_steps=1, eval_sequences=4, clip=0.5)
 STAGES: dict[str, Any] = {"steps": 4, "stages": ((12, 0.5), (24, 0.25), (48, 0.25)), "dense_stages": 1}
+WARMED = STAGES | {"stages": ((24, 0.25), (48, 0.5), (48, 0.25)), "indexer_stages": 1}
+WARMED |= {"nsa": replace(TINY, index_heads=2), "pack": True, "grad_accumulation": 2}
+"""A step is dense, then indexers learn alone for two."""
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -33,6 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     "accumulated": {"batch_size": 1, "grad_accumulation": 8, "pack": True},
     "checkpointed": {"checkpointing": True, "pack": True},
     "stages": STAGES | {"nsa": replace(TINY, index_heads=2), "pack": True, "grad_accumulation": 2},
+    "indexers alone": WARMED,
     "shared keys": {"shared_keys": True},
     "an indexer": {"nsa": replace(TINY, index_heads=1, index_block_size=2, index_stride=2), "pack": True},
     "a shared index": {
@@ -143,7 +147,7 @@ def meet_a_nan(ranks: Ranks) -> list[tuple[str, bool]]:
 
 def go_on(ranks: Ranks, folder: Path, **options: Any) -> list[list[StepResult]]:
     """Return steps 2 and 3, taken without a stop and by a trainer that resumes from a checkpoint."""
-    trainers = [make_trainer(ranks, dim=64, pack=True, **options) for _ in range(2)]
+    trainers = [make_trainer(ranks, **{"dim": 64, "pack": True, **options}) for _ in range(2)]
     for _ in range(2):
         trainers[0].train_step()
     path = checkpoint_path(folder, trainers[0])
@@ -209,7 +213,8 @@ def train_cases(file: Path, parallel: str) -> None:
         names = (*CASES, "summed in bf16") if ranks.world_size == 2 else ON_FOUR
         names += (COMPILED,) if parallel == "ddp" else ()
         results |= {name: train(ranks, (CASES | ON_TWO)[name]) for name in names}
-        ways: list[dict[str, Any]] = [{}, STAGES] if ranks.world_size == 2 else [STAGES]
+        ways: list[dict[str, Any]] = [{}, STAGES, WARMED | {"reduce_dtype": "bf16"}]
+        ways = ways if ranks.world_size == 2 else [STAGES]
         results["going on"] = [go_on(ranks, file.parent, **options) for options in ways]
         results["NaN"] = meet_a_nan(ranks)
         if parallel == "fsdp2":

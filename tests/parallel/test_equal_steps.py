@@ -65,6 +65,7 @@ def test_every_parameter_gets_a_gradient_on_every_step(results: Results, paralle
     without = {case: results(parallel, size)[case]["without gradient"] for case in GROUPS[parallel, size]}
     dense = without.pop("stages")  # which leaves out branches, and does not teach indexers
     assert not any(".attention." not in name or "_slc" in name for name in dense)
+    assert without.pop("indexers alone", {"embedding.weight", "head.weight"}) >= {"embedding.weight", "head.weight"}
     assert without == {case: set() for case in without}
 
 

@@ -60,8 +60,8 @@ def execute(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> 
     largest_dim = max(config.head_dim, config.v_head_dim or 0)
     impl = choose_name(arguments.impl, is_cuda=torch.cuda.is_available(), modded=False, largest_dim=largest_dim)
     estimates: list[tuple[int, TrainConfig, MemoryEstimate]] = []
-    # A dense stage saves less: one branch of as many tokens
-    for stage in list(training.by_stage().values())[training.dense_stages :]:
+    # A dense stage saves less: one branch of as many tokens; and one of indexers, what these do
+    for stage in list(training.by_stage().values())[training.dense_stages + training.indexer_stages :]:
         sizes: dict[str, Any] = {name: getattr(stage, name) for name in ("seq_len", "batch_size", "precision")}
         options = {"fused_norm": impl != "sdpa", "optimizer": True, "compiled": arguments.compile}
         step = estimate_training(config, impl=impl, **sizes, **options)

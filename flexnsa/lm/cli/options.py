@@ -43,7 +43,7 @@ def add_config_option(parser: argparse._ActionsContainer, config_class: type, na
 
 
 def add_stages_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--stages``, sequences that grow, and ``--dense-stages``; one left out leaves no trace in the namespace."""
+    """Add ``--stages``, sequences that grow, and their kinds; one left out leaves no trace in the namespace."""
     parser.add_argument(
         "--stages",
         type=_stages,
@@ -52,7 +52,8 @@ def add_stages_options(parser: argparse.ArgumentParser) -> None:
         help="sequences that grow: tokens of a sequence and share of the steps of each stage, such as "
         "2048:0.15,8192:0.35,32768:0.5; a pass has as many tokens in all of them",
     )
-    add_config_option(parser, TrainConfig, "dense_stages")
+    for name in ("dense_stages", "indexer_stages"):
+        add_config_option(parser, TrainConfig, name)
 
 
 def _stages(text: str) -> tuple[tuple[int, float], ...]:

@@ -203,7 +203,8 @@ def add_recipe_options(parser: argparse.ArgumentParser, *, skip: tuple[str, ...]
     add_config_options(parser, "model", DecoderConfig, skip=("nsa", "vocab_size", "checkpointing"))
     of_scores = ("index_head_dim", "index_score")
     add_config_options(parser, "branches of NSA, in tokens or blocks", NSAConfig, skip=of_scores)
-    add_config_options(parser, "training", TrainConfig, skip=("pack", "stages", "dense_stages", *skip))
+    skip += ("pack", "stages", "dense_stages", "indexer_stages")
+    add_config_options(parser, "training", TrainConfig, skip=skip)
 
 
 def recipe_of_options(arguments: argparse.Namespace, resumed: Path | None = None, **fields: Any) -> Recipe:

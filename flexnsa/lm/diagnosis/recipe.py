@@ -26,8 +26,8 @@ from flexnsa.lm.training.config import TrainConfig
 from flexnsa.lm.training.trainer import Trainer
 from flexnsa.primitives import check_choice
 
-_NOT_AXES = ("stages", "dense_stages", "model", "training", "nsa", "text", "device", "leave_out", "reduce_dtype")
-_NOT_AXES += ("context_parallel",)
+_NOT_AXES = ("stages", "dense_stages", "indexer_stages", "model", "training", "nsa", "text", "device", "leave_out")
+_NOT_AXES += ("reduce_dtype", "context_parallel")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -155,6 +155,8 @@ class FSDP2Ranks(GroupRanks):
                 whole.copy_(drawn[name])
             dist.broadcast(whole, src=0)
             write(tensor, whole)
+        # FSDP begins while all parameters learn: for a layer of which none does it would forget the reduce_dtype
+        model._get_fsdp_state()._lazy_init()  # pyright: ignore[reportCallIssue]
         return model
 
     def compile(self, model: DecoderLM, **options: Any) -> None:

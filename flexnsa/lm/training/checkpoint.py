@@ -194,7 +194,7 @@ def _state(trainer: Trainer, moments: Moments) -> dict[str, Tensor]:
 def _new_moments(trainer: Trainer, tensors: Mapping[str, Tensor]) -> Moments:
     """Return empty state of AdamW for each parameter, but for what a dense stage has left out until now."""
     learned = {name.partition(".")[2].rpartition(".")[0] for name in tensors if name.startswith("optimizer.")}
-    dense = trainer.config.dense_stages > 0
+    dense, frozen = trainer.config.dense_stages > 0, set(trainer.frozen)
     return {
         parameter: {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
@@ -202,7 +202,8 @@ def _new_moments(trainer: Trainer, tensors: Mapping[str, Tensor]) -> Moments:
             "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
         }
         for name, parameter in trainer.parameters.items()
-        if parameter.requires_grad and (name in learned or not (dense and ".attention." in name))
+        if (parameter.requires_grad or parameter in frozen)
+        and (name in learned or not (dense and ".attention." in name))
     }
 
 

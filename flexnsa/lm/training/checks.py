@@ -31,14 +31,13 @@ def check_training(
         lacks = "flex has no backward" if model.impl == "flex" else "triton has no kernels"
         raise ValueError(f"impl: expected 'auto' or 'sdpa' to train on a CPU, where {lacks}, got {model.impl!r}")
     check_dense_stages(model, config, context_parallel)
-    stages = config.by_stage().values() if config.stages else []
     if context_parallel > 1:
         _check_tokens(model, config, context_parallel)
     sharing = world_size // context_parallel
     rows = [
         ("batch_size", "batch_size * grad_accumulation", config.sequences_per_step),
         ("eval_sequences", "eval_sequences", config.eval_sequences),
-        *(("stages", f"sequences of {stage.seq_len} tokens", stage.sequences_per_step) for stage in stages),
+        *(("stages", f"sequences of {x.seq_len} tokens", x.sequences_per_step) for x in config.by_stage().values()),
     ]
     for name, what, count in rows:
         if count % sharing:
@@ -58,19 +57,23 @@ def check_cuda_graph(cuda_graph: bool, device: torch.device, world_size: int) ->
 
 
 def check_dense_stages(model: DecoderConfig, config: TrainConfig, context_parallel: int = 1) -> None:
-    """Check that a model can attend densely in the stages that are to.
+    """Check that a model can attend densely in the stages that are to, and has indexers for those that teach them.
 
     Raises:
         ValueError: it cannot.
     """
-    reasons = {
-        f"with attention={model.attention!r}, which is dense in all stages": model.attention != "nsa",
-        f"without the selected branch, of branches={model.branches}": "slc" not in model.branches,
-        f"with context_parallel={context_parallel}, which attends sparsely": context_parallel > 1,
-    }
-    for why, holds in reasons.items():
-        if holds and config.dense_stages:
-            raise ValueError(f"dense_stages: expected 0 {why}, got {config.dense_stages}")
+    attention, branches, indexed = model.attention, model.branches, model.nsa.index_heads is not None
+    reasons = [
+        ("dense_stages", f"with {attention=}, which is dense in all stages", attention != "nsa"),
+        ("dense_stages", f"without the selected branch, of {branches=}", "slc" not in branches),
+        ("dense_stages", f"with {context_parallel=}, which attends sparsely", context_parallel > 1),
+        ("indexer_stages", "without index_heads, which indexers have", not indexed),
+        ("indexer_stages", "without a dense stage before them", not config.dense_stages),
+    ]
+    for name, why, holds in reasons:
+        number = getattr(config, name)
+        if holds and number:
+            raise ValueError(f"{name}: expected 0 {why}, got {number}")
 
 
 def _check_tokens(model: DecoderConfig, config: TrainConfig, context_parallel: int) -> None:

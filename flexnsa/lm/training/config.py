@@ -35,6 +35,8 @@ class TrainConfig:
         dense_stages: how many of the first stages are dense, fewer than all: the selected branch alone attends, to all
             past tokens. What that leaves out, and indexers, learn nothing before they end. An evaluation attends as the
             step before it.
+        indexer_stages: how many stages after dense ones are a warm-up of indexers: these learn alone, from attention
+            that stays dense, and all other parameters are frozen.
         grad_accumulation: forward passes of one step on a single process. On any number of processes a step learns from
             ``batch_size * grad_accumulation`` sequences.
         lr: peak learning rate.
@@ -66,6 +68,7 @@ class TrainConfig:
     seq_len: int = 512
     stages: tuple[tuple[int, float], ...] = ()
     dense_stages: int = 0
+    indexer_stages: int = 0
     grad_accumulation: int = 1
     lr: float = 1e-3
     min_lr: float = 0.1
@@ -89,7 +92,7 @@ class TrainConfig:
         check_type("pack", self.pack, bool)
         check_seed("seed", self.seed)
         may_be_zero = ("min_lr", "warmup_steps", "weight_decay", "beta1", "beta2", "compressor_lr", "indexer_lr")
-        may_be_zero += ("dense_stages",)
+        may_be_zero += ("dense_stages", "indexer_stages")
         for field in fields(self):
             name, value = field.name, getattr(self, field.name)
             if name in ("precision", "pack", "seed", "stages") or (value, field.default) == (None, None):
@@ -111,9 +114,10 @@ class TrainConfig:
         if self.stages:
             self._check_stages()
         most = max(0, len(self.stages) - 1)
-        if self.dense_stages > most:
-            expected = f"at most {most}, because the last stage, of {most + 1}, selects"
-            raise ValueError(f"dense_stages: expected {expected}, got {self.dense_stages}")
+        for name, left in (("dense_stages", most), ("indexer_stages", most - self.dense_stages)):
+            if getattr(self, name) > left:
+                expected = f"at most {left}, because the last stage, of {most + 1}, selects"
+                raise ValueError(f"{name}: expected {expected}, got {getattr(self, name)}")
 
     def _check_stages(self) -> None:
         lengths, shares = zip(*self.stages, strict=True)
@@ -136,9 +140,9 @@ class TrainConfig:
 
     def by_stage(self) -> dict[int, TrainConfig]:
         """Return the config of each stage by its first step: its ``seq_len``, and ``batch_size`` for as many tokens."""
-        tokens = self.batch_size * self.seq_len
+        tokens, single = self.batch_size * self.seq_len, {"stages": (), "dense_stages": 0, "indexer_stages": 0}
         return {
-            start: replace(self, stages=(), dense_stages=0, seq_len=length, batch_size=tokens // length)
+            start: replace(self, **single, seq_len=length, batch_size=tokens // length)
             for start, (length, _) in zip(self._starts(), self.stages, strict=True)
         } or {0: self}
 
@@ -147,10 +151,13 @@ class TrainConfig:
         check_int("step", step, 0)
         return [config for start, config in self.by_stage().items() if start <= step][-1]
 
-    def is_dense(self, step: int) -> bool:
-        """Return whether a step, counted from 0, is of a dense stage."""
+    def kind(self, step: int) -> Literal["dense", "indexers", "joint"]:
+        """Return of which kind the stage of a step is, counted from 0: the last one selects, and all of it learns."""
         check_int("step", step, 0)
-        return bool(self.dense_stages) and step < self._starts()[self.dense_stages]
+        stage = sum(start <= step for start in self._starts()[1:])
+        if stage >= self.dense_stages + self.indexer_stages:
+            return "joint"
+        return "dense" if stage < self.dense_stages else "indexers"
 
     @property
     def sequences_per_step(self) -> int:

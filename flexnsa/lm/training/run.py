@@ -18,6 +18,7 @@ from flexnsa.lm.measure.memory import peaks_in_mib
 from flexnsa.lm.parallel.ranks import Ranks
 from flexnsa.lm.training.checkpoint import checkpoint_path, load_checkpoint, newest_checkpoint, save_checkpoint
 from flexnsa.lm.training.trainer import StepResult, Trainer
+from flexnsa.optim import audit
 
 Watcher = Callable[[Trainer, Path], AbstractContextManager[Callable[[], object]]]
 """A monitor: a context that every rank enters before its first step, and that yields a function to call after each.
@@ -73,10 +74,12 @@ def run(trainer: Trainer, folder: Path, *, log_ranks: bool = False, watchers: Se
                 report.say("compiling one decoder layer, forward and backward, which all layers share ...")
             while trainer.step < config.steps and not stopped():
                 if config.stages and trainer.step in (first, *config.by_stage()):
-                    stage = config.at(trainer.step)
-                    how = ", attending densely" if config.is_dense(trainer.step) else ""
+                    stage, kind = config.at(trainer.step), config.kind(trainer.step)
                     rows = f"{stage.sequences_per_step} sequences of {stage.seq_len:,} tokens"
-                    report.say(f"step {trainer.step}: {rows}{how}")
+                    report.say(f"step {trainer.step}: {rows}{', attending densely' * (kind != 'joint')}")
+                    trainer.enter(trainer.step)
+                    if kind == "indexers":
+                        report.say(audit(trainer.model))
                 start = time.perf_counter()
                 result = trainer.train_step()
                 seconds = time.perf_counter() - start

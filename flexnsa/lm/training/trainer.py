@@ -30,7 +30,7 @@ class StepResult:
     """Loss of a step in nats, its learning rate, and the norm of the gradient before clipping.
 
     A model whose indexers learn has a selection loss too, and the norm of its gradient, which reaches them alone.
-    ``dense`` is True in a dense stage.
+    ``dense`` is True in a dense stage, and where indexers learn alone: there ``grad_norm`` is 0.
     """
 
     step: int
@@ -120,7 +120,10 @@ class Trainer:
             ranks.compile(model, dynamic=False)
         elif compiled:
             ranks.compile(model)
-        self._enter(dense=config.is_dense(0))
+        self.frozen: list[Tensor] = []
+        """What would learn, but waits in a stage of indexers."""
+        self._kind = ""
+        self.enter(0)
 
     def go_by(self, config: TrainConfig) -> None:
         """Continue with another config, from the present parameters, with a new optimizer."""
@@ -130,17 +133,19 @@ class Trainer:
         # Anew, as a graph updates the moments of one optimizer
         self._take_step: Callable[..., Tensor] = Graphed(self._learn) if self.cuda_graph else self._learn
 
-    def _attend_as(self, step: int) -> None:
-        """Attend as a step does: densely, if its stage is dense."""
-        if self.config.is_dense(step) != self._dense:
-            self._enter(dense=not self._dense)
-
-    def _enter(self, *, dense: bool) -> None:
-        """Begin a dense stage or what follows it, with another set of parameters that get gradients."""
+    def enter(self, step: int) -> None:
+        """Attend as a step does, and let what learns in its stage get gradients."""
+        kind = self.config.kind(step)
+        if kind == self._kind:
+            return
         if self.config.dense_stages:
-            self.model.attend_densely(("slc",) if dense else None)
-        self._dense, self._is_settled = dense, False
-        self._forward = self.ranks.wrap(self.model, some_unused=dense)
+            self.model.attend_densely(None if kind == "joint" else ("slc",))
+        for parameter in self.frozen:
+            parameter.requires_grad_()
+        others = self._others() if kind == "indexers" else []
+        self.frozen = [parameter.requires_grad_(False) for parameter in others if parameter.requires_grad]
+        self._kind, self._is_settled = kind, False
+        self._forward = self.ranks.wrap(self.model, some_unused=kind == "dense")
         # Anew, as a graph attends in one way, and the next stage may have equally long sequences
         self._take_step = Graphed(self._learn) if self.cuda_graph else self._learn
 
@@ -157,7 +162,7 @@ class Trainer:
             FloatingPointError: loss or gradient is not finite; the parameters are unchanged.
         """
         ranks = self.ranks
-        self._attend_as(self.step)
+        self.enter(self.step)
         if self._drawn is None or self._drawn.step != self.step:
             self._drawn = self._draw(self.step)
         drawn = self._drawn
@@ -172,7 +177,7 @@ class Trainer:
         numbers = self._take_step(drawn.number, drawn.num_targets, *drawn.batch.tensors())
         self._drawn = self._draw(self.step + 1)
         loss, grad_norm, *of_indexers = numbers.flatten().tolist()  # the only wait for the device
-        result = StepResult(self.step, loss, lr, grad_norm, *of_indexers, dense=self._dense or None)
+        result = StepResult(self.step, loss, lr, grad_norm, *of_indexers, dense=self._kind != "joint" or None)
         result.require_finite()
         self.step += 1
         return result
@@ -191,17 +196,21 @@ class Trainer:
 
     def _finish(self, teaching: Teaching, own_loss: Tensor) -> Tensor:
         """Clip the gradients, of indexers apart; return loss and norm of both, fp64 ``(2, 2)``, or ``(1, 2)``."""
-        of_indexers = index_parameters(self.model) if teaching.indexers else []
-        apart = set(of_indexers)
-        norms = [self._clip([parameter for parameter in self.parameters.values() if parameter not in apart])]
+        norms = [self._clip(self._others())]
         losses = teaching.finish(self.ranks, own_loss)
-        norms += [self._clip(of_indexers)] if of_indexers else []
+        norms += [self._clip(index_parameters(self.model))] if teaching.indexers else []
         return torch.stack((losses, torch.stack(norms)), dim=1)
+
+    def _others(self) -> list[nn.Parameter]:
+        """List the parameters that are not of indexers."""
+        apart = set(index_parameters(self.model))
+        return [parameter for parameter in self.parameters.values() if parameter not in apart]
 
     def _clip(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         """Clip the gradient of some parameters; return its norm before, fp64."""
-        norm = whole(nn.utils.clip_grad_norm_(parameters, self.config.clip))
-        return norm.to(self.device, torch.float64)  # without any gradient it is a number of the CPU
+        if all(parameter.grad is None for parameter in parameters):  # its norm would come from the host
+            return torch.zeros((), dtype=torch.float64, device=self.device)
+        return whole(nn.utils.clip_grad_norm_(parameters, self.config.clip)).double()
 
     def _update(self, numbers: Tensor) -> None:
         """Update the parameters; the device leaves them as they are if a number of the step is not finite."""
@@ -227,7 +236,7 @@ class Trainer:
         share = self.ranks.share(self.config.at(self.step).sequences_per_step)
         ids = torch.arange(share.start, share.stop, device=self.device)
         weight, seed = self.config.selection_loss_weight, self.config.seed
-        return Teaching(self.model, weight=weight, seed=seed, step=number, sequence_ids=ids, wait=self._dense)
+        return Teaching(self.model, weight=weight, seed=seed, step=number, sequence_ids=ids, wait=self._kind == "dense")
 
     def _backward(self, part: Batch, teaching: Teaching, first: int, num_targets: Tensor) -> Tensor:
         """Run one forward and backward pass, of the rows from ``first``; return its share of the language loss."""
@@ -245,7 +254,7 @@ class Trainer:
     @torch.no_grad()
     def validation_bits_per_byte(self) -> float:
         """Evaluate on the validation text, always on the same sequences, which attend as in the last step."""
-        self._attend_as(max(0, self.step - 1))
+        self.enter(max(0, self.step - 1))
         self.model.eval()
         batch = self.validation_rows.spread(self.config.eval_sequences)
         local_rows = batch[self.ranks.share(len(batch))]

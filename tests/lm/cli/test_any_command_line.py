@@ -84,6 +84,7 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
         "--batch": [*INTEGERS, LARGEST],
         "--stages": STAGES,
         "--dense-stages": INTEGERS,
+        "--indexer-stages": INTEGERS,
         "--layers": INTEGERS,
         "--precision": WORDS,
         "--checkpointing": LAYERS,

@@ -54,7 +54,8 @@ NUMBERS = (
 )
 """Of options that take numbers; they meet a command together."""
 OF_RUNS = {"out", "text", "device", "tokenizer", "steps", "eval_every", "checkpoint_every", "strict", "watchdog"}
-OF_RUNS |= {"stages", "dense_stages", "parallel", "reduce_dtype", "context_parallel", "log_ranks", "cuda_graph"}
+OF_RUNS |= {"stages", "dense_stages", "indexer_stages", "parallel", "reduce_dtype", "context_parallel"}
+OF_RUNS |= {"log_ranks", "cuda_graph"}
 """Options of ``train`` alone, or of every command below; a tokenizer needs a package of another extra."""
 
 
@@ -161,5 +162,5 @@ OF_NO_TRAINING = ("environment", "selection")
 def test_a_diagnosis_takes_the_options_of_training(look: str) -> None:
     missing = _actions(train_command.add_arguments).keys() - _actions(LOOKS[look].add_arguments).keys()
     of_runs = {"--eval-every", "--checkpoint-every", "--strict", "--watchdog", "--reduce-dtype", "--log-ranks"}
-    of_runs |= {"--context-parallel", "--stages", "--dense-stages", "--cuda-graph"}
+    of_runs |= {"--context-parallel", "--stages", "--dense-stages", "--indexer-stages", "--cuda-graph"}
     assert missing - {"--steps", "--parallel"} == of_runs

@@ -16,45 +16,53 @@ from flexnsa import SelectionLoss
 from flexnsa.lm import DecoderConfig, Trainer, read_corpus, run
 from flexnsa.lm.cli import main
 from flexnsa.lm.parallel import Ranks
-from flexnsa.lm.training.checkpoint import configs_of_run
+from flexnsa.lm.training.checkpoint import configs_of_run, load_checkpoint, save_checkpoint
 from flexnsa.lm.training.checks import check_training
 from flexnsa.lm.training.trainer import build_optimizer, draw_step, language_loss, set_learning_rate
 from flexnsa.optim import index_parameters
 from tests.lm.training.runs import curve, trainer_of
 from tests.lm.training.test_more_steps import BEGUN, MODEL, Killed, after, kill
-from tests.lm.training.test_trainer import TAUGHT as INDEXED
+from tests.lm.training.test_trainer import TAUGHT
 
 GROWING = replace(BEGUN, stages=((10, 0.25), (20, 0.375), (40, 0.375)), checkpoint_every=1)
+INDEXED = replace(TAUGHT, nsa=replace(TAUGHT.nsa, select_block_size=4))  # so that 20 tokens have blocks to choose
 LENGTHS = [10, 10, 20, 20, 20, 40, 40, 40]
 EDGES = [0, 2, 5]
 """First steps of the stages."""
 
 
-@pytest.mark.parametrize(("number", "pack", "passes"), [(0, False, 2), (1, True, 1), (2, True, 2)])
-def test_stages_are_a_loop_that_anyone_could_write(text_folder: Path, number: int, pack: bool, passes: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "alone", "pack", "passes"),
+    [(0, 0, False, 2), (1, 0, True, 1), (2, 0, True, 2), (1, 1, False, 1), (1, 1, True, 2)],
+)
+def test_stages_are_a_loop_that_anyone_could_write(
+    text_folder: Path, number: int, alone: int, pack: bool, passes: int
+) -> None:
     options = {"pack": pack, "grad_accumulation": passes}
-    trainer = _trainer(text_folder, INDEXED, dense_stages=number, **options)
+    trainer = _trainer(text_folder, INDEXED, dense_stages=number, indexer_stages=alone, **options)
     other = _trainer(text_folder, INDEXED, stages=(), **options)
     model, corpus, optimizer = other.model, other.corpus, build_optimizer(other.model, other.config)
     indexers = index_parameters(model)
     others = [parameter for parameter in model.parameters() if parameter not in set(indexers)]
     for step, length in enumerate(LENGTHS):
-        dense = step < EDGES[number]
+        dense, taught = step < EDGES[number + alone], step >= EDGES[number]
         model.train().attend_densely(("slc",) if dense else None)
         stage = replace(other.config, seq_len=length, batch_size=80 // length)
         batch = draw_step(corpus.tokens("train").rows(length, pack), stage, step)
-        selection = None if dense else SelectionLoss(seed=0, step=step)
+        selection = SelectionLoss(seed=0, step=step) if taught else None
         loss = language_loss(model, batch, "fp32", selection=selection)
         (loss if selection is None else loss + selection.total).backward()
-        for parameter in indexers if dense else ():
-            parameter.grad = None  # of 0, with which weights would decay
+        for parameter in others if dense and taught else () if taught else indexers:
+            parameter.grad = None  # also of 0, with which weights would decay
         norms = [nn.utils.clip_grad_norm_(parameters, stage.clip).item() for parameters in (others, indexers)]
         set_learning_rate(optimizer, stage.learning_rate(step))
         optimizer.step()
         optimizer.zero_grad()
         record = {"step": step, "lr": stage.learning_rate(step), "loss": loss.item(), "grad_norm": norms[0]}
-        record |= {"dense": True} if selection is None else {"selection_loss": torch.as_tensor(selection.total).item()}
-        record |= {} if dense else {"selection_grad_norm": norms[1]}
+        record |= {"dense": True} if dense else {}
+        if selection is not None:
+            total = torch.as_tensor(selection.total).item()
+            record |= {"selection_loss": total, "selection_grad_norm": norms[1]}
         assert trainer.train_step().to_dict() == pytest.approx(record, rel=1e-4, abs=1e-7)
         # An evaluation is of the last length, and attends as the step before it
         assert trainer.validation_bits_per_byte() == pytest.approx(other.validation_bits_per_byte(), rel=1e-5)
@@ -73,26 +81,69 @@ def test_what_a_dense_stage_leaves_out_stays_as_drawn_and_learns_afterwards(text
         assert {name for name, old in before.items() if torch.equal(old, trainer.parameters[name])} == left_out
 
 
+def test_nothing_but_indexers_learns_in_their_stage_and_all_of_it_afterwards(text_folder: Path) -> None:
+    trainer = _trainer(text_folder, INDEXED, dense_stages=1, indexer_stages=1, weight_decay=0.5, lr=0.05)
+    for parameter in index_parameters(trainer.model):
+        nn.init.normal_(parameter)  # which has much to learn
+    everything = {*trainer.parameters}
+    indexers = {name for name in everything if ".indexer." in name}
+    stages: list[tuple[int, set[str]]] = [(5, indexers), (8, everything)]
+    trainer.train_step()
+    trainer.train_step()
+    for edge, learning in stages:
+        before, losses = _state(trainer), list[float]()
+        while trainer.step < edge:
+            losses.append(trainer.train_step().selection_loss or 0.0)
+            assert {name for name, x in trainer.parameters.items() if x.requires_grad} == learning
+        assert 0 < losses[-1] < losses[0]
+        changed = {name for name, old in before.items() if not all(map(torch.equal, old, _state(trainer)[name]))}
+        assert changed == learning
+
+
+def _state(trainer: Trainer) -> dict[str, list[torch.Tensor]]:
+    """Copy each parameter and its moments."""
+    moments = trainer.optimizer.state
+    return {name: [each.clone() for each in (x, *moments[x].values())] for name, x in trainer.parameters.items()}
+
+
+def test_a_trainer_in_a_stage_of_indexers_takes_a_checkpoint_of_any_stage(text_folder: Path, tmp_path: Path) -> None:
+    one, other = (_trainer(text_folder, INDEXED, dense_stages=1, indexer_stages=1, seed=seed) for seed in (0, 1))
+    for step, at in ((3, 1), (7, 4)):
+        while one.step < step:
+            one.train_step()
+        while other.step < 4:
+            other.train_step()
+        save_checkpoint(tmp_path / f"{at}.safetensors", one)
+        load_checkpoint(tmp_path / f"{at}.safetensors", other)
+        assert other.train_step() == one.train_step()
+        assert all(map(torch.equal, other.model.parameters(), one.model.parameters()))
+
+
 @pytest.mark.parametrize(
-    ("done", "dense", "pack"), [(1, 0, False), (1, 1, False), (2, 1, True), (3, 2, True), (5, 2, False), (7, 1, True)]
+    ("done", "dense", "alone", "pack"),
+    [
+        *((1, 0, 0, False), (1, 1, 0, False), (2, 1, 0, True), (3, 2, 0, True), (5, 2, 0, False), (7, 1, 0, True)),
+        *((2, 1, 1, True), (3, 1, 1, False), (5, 1, 1, True)),
+    ],
 )
 def test_a_run_killed_at_the_edge_of_a_stage_or_inside_resumes_bit_for_bit(
-    text_folder: Path, tmp_path: Path, done: int, dense: int, pack: bool, capsys: pytest.CaptureFixture[str]
+    text_folder: Path, tmp_path: Path, done: int, dense: int, alone: int, pack: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole, killed, resumed, ended = (
-        _trainer(text_folder, INDEXED, pack=pack, seed=seed, dense_stages=dense) for seed in (0, 0, 1, 1)
-    )
+    options = {"pack": pack, "dense_stages": dense, "indexer_stages": alone}
+    whole, killed, resumed, ended = (_trainer(text_folder, INDEXED, seed=seed, **options) for seed in (0, 0, 1, 1))
     with suppress(Killed):
         run(killed, tmp_path / "killed", watchers=[after(done, kill)])
     run(whole, tmp_path / "whole")
     capsys.readouterr()
     run(resumed, tmp_path / "killed")
-    said = [line for line in "".join(capsys.readouterr()).splitlines() if " sequences of " in line]
-    begun = {step: ", attending densely" * (step < EDGES[dense]) for step in (done, *EDGES) if step >= done}
+    output = "".join(capsys.readouterr())
+    said = [line for line in output.splitlines() if " sequences of " in line]
+    begun = {step: ", attending densely" * (step < EDGES[dense + alone]) for step in (done, *EDGES) if step >= done}
     rows = [
         f"step {step}: {80 // LENGTHS[step]} sequences of {LENGTHS[step]} tokens{how}" for step, how in begun.items()
     ]
     assert said == rows
+    assert output.count(" parameters learn, ") == alone * (done < EDGES[2])
     assert curve(tmp_path / "killed") == curve(tmp_path / "whole")
     run(ended, tmp_path / "whole")
     assert ended.validation_bits_per_byte() == whole.validation_bits_per_byte()
@@ -119,6 +170,7 @@ def test_wrong_stages_are_named(stages: Any, message: str) -> None:
 
 
 ODD = {"stages": ((16, 0.5), (40, 0.5)), "steps": 2}
+WARMED = {"dense_stages": 1, "indexer_stages": 1}
 
 
 @pytest.mark.parametrize(
@@ -127,6 +179,10 @@ ODD = {"stages": ((16, 0.5), (40, 0.5)), "steps": 2}
         (ODD, {}, 1, "stages: expected sequences of 16 .* got 5"),
         (ODD, {}, 2, "stages: expected 4 chunks .* got 16 tokens"),
         ({"dense_stages": 3}, {}, 1, "dense_stages: expected at most 2, because the last stage.* got 3"),
+        (WARMED | {"indexer_stages": 2}, {}, 1, "indexer_stages: expected at most 1, because the last .* got 2"),
+        (WARMED, {}, 1, "indexer_stages: expected 0 without index_heads, .* got 1"),
+        ({"indexer_stages": 1}, {"nsa": INDEXED.nsa}, 1, "indexer_stages: expected 0 without a dense stage .* got 1"),
+        (WARMED, {"nsa": INDEXED.nsa}, 2, "dense_stages: expected 0 with context_parallel=2, .* got 1"),
         ({"dense_stages": 1}, {"attention": "dense"}, 1, "dense_stages: expected 0 with attention='dense', .* got 1"),
         (
             {"dense_stages": 2},
@@ -178,7 +234,12 @@ def test_the_command_takes_stages_and_resumes_with_them(
 
 @pytest.mark.parametrize(
     ("preset", "dense", "largest"),
-    [("text-125m", "", 2048), ("paper", "", 32768), ("text-125m", "--dense-stages 1", 32768)],
+    [
+        ("text-125m", "", 2048),
+        ("paper", "", 32768),
+        ("text-125m", "--dense-stages 1", 32768),
+        ("text-125m", "--stages 1024:0.1,2048:0.1,32768:0.8 --dense-stages 1 --indexer-stages 1", 32768),
+    ],
 )
 def test_an_estimate_is_of_the_largest_stage_that_selects(
     preset: str, dense: str, largest: int, capsys: pytest.CaptureFixture[str]
