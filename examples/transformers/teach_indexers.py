@@ -3,7 +3,9 @@
 python examples/transformers/teach_indexers.py [folder or name of a DeepSeek-V3.2, GLM-5, MiniMax-M3 or Qwen4 model]
 """
 
+import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -28,14 +30,15 @@ with torch.no_grad():
 
 def main(name: str | None = None, warmup: int = 60, steps: int = 80, seq_len: int = 192) -> list[float]:
     with TemporaryDirectory() as folder:
-        try:
-            train(load(name), f"{folder}/run", warmup, steps, seq_len, killed=warmup // 2 + 1)
-        except KeyboardInterrupt:
-            print("killed in the warm-up")
-        trainer = train(load(name), f"{folder}/run", warmup, steps, seq_len, resume=True)
+        # Another process begins, and is killed in the warm-up, a step after it has written a checkpoint.
+        job = json.dumps([name, f"{folder}/run", warmup, steps, seq_len, False, warmup // 2 + 1])
+        threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # as many as here, for equal bits
+        child = subprocess.run([sys.executable, __file__, "--killed", job], env=os.environ | threads, check=False)
+        assert child.returncode == -signal.SIGKILL
+        trainer = train(name, f"{folder}/run", warmup, steps, seq_len, resume=True)
         model: Any = trainer.model
         if name is None:  # a run that nothing stops ends with the same bits, as the stage depends on the step alone
-            whole: Any = train(load(name), f"{folder}/whole", warmup, steps, seq_len).model
+            whole: Any = train(name, f"{folder}/whole", warmup, steps, seq_len).model
             assert all(map(torch.equal, model.state_dict().values(), whole.state_dict().values()))
         trainer.save_model(f"{folder}/taught")
 
@@ -68,7 +71,7 @@ def load(name: str | None) -> Any:
 
 
 class Watch(TrainerCallback):
-    """Tells which parameters learn in each stage, and stops a run at a step."""
+    """Tells which parameters learn in each stage, and kills this process at a step: no code runs after that."""
 
     def __init__(self, warmup: int, killed: int) -> None:
         self.warmup, self.killed = warmup, killed
@@ -79,11 +82,11 @@ class Watch(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         if state.global_step == self.killed:
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def train(
-    model: Any, folder: str, warmup: int, steps: int, seq_len: int, *, resume: bool = False, killed: int = 0
+    name: str | None, folder: str, warmup: int, steps: int, seq_len: int, resume: bool = False, killed: int = 0
 ) -> Trainer:
     text = b"".join(file.read_bytes() for file in sorted(Path(os.__file__).parent.glob("[a-d]*.py")))
     rows: Any = [
@@ -93,10 +96,13 @@ def train(
     options = {"max_steps": steps, "save_steps": max(1, warmup // 2), "logging_steps": 1, "learning_rate": 1e-2}
     args = TrainingArguments(folder, **options, per_device_train_batch_size=4, report_to=[], disable_tqdm=True)
     teach = TeachSelection(warmup_steps=warmup, num_queries=64)
-    trainer = Trainer(model, args, train_dataset=rows, callbacks=[teach, Watch(warmup, killed)])
+    trainer = Trainer(load(name), args, train_dataset=rows, callbacks=[teach, Watch(warmup, killed)])
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    if sys.argv[1:2] == ["--killed"]:
+        train(*json.loads(sys.argv[2]))
+    else:
+        main(*sys.argv[1:2])
