@@ -54,7 +54,14 @@ def test_what_changes_between_steps_comes_by_tensors(text_folder: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("fields", [{"dense_stages": 1}, {"pack": True, "grad_accumulation": 2, "dense_stages": 2}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"dense_stages": 1},
+        {"pack": True, "grad_accumulation": 2, "dense_stages": 2},
+        {"dense_stages": 1, "indexer_stages": 1},
+    ],
+)
 def test_replayed_steps_are_the_same_steps(
     text_folder: Path, tmp_path: Path, compiled: bool, fields: dict[str, Any]
 ) -> None:
