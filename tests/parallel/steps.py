@@ -214,7 +214,7 @@ def train_cases(file: Path, parallel: str) -> None:
         names += (COMPILED,) if parallel == "ddp" else ()
         results |= {name: train(ranks, (CASES | ON_TWO)[name]) for name in names}
         ways: list[dict[str, Any]] = [{}, STAGES, WARMED | {"reduce_dtype": "bf16"}]
-        ways = ways if ranks.world_size == 2 else [STAGES]
+        ways = ways if ranks.world_size == 2 else ways[1:2]
         results["going on"] = [go_on(ranks, file.parent, **options) for options in ways]
         results["NaN"] = meet_a_nan(ranks)
         if parallel == "fsdp2":

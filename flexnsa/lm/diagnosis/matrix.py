@@ -135,12 +135,9 @@ def in_words(value: Any) -> str:
 
 def _earlier(folder: Path, settings: dict[str, Any]) -> Outcome | None:
     """Return the outcome of the same case in an earlier start, if both files agree with their checksums."""
-    files = folder / CASE, folder / OUTCOME
-    if not all(file.exists() for file in files):
-        return None
     try:
-        case, outcome = (unsealed(file.read_bytes()) for file in files)
-    except ValueError:
+        case, outcome = (unsealed((folder / name).read_bytes()) for name in (CASE, OUTCOME))
+    except (FileNotFoundError, ValueError):
         return None
     return Outcome(**outcome) if case == settings else None
 

@@ -62,12 +62,12 @@ def check_dense_stages(model: DecoderConfig, config: TrainConfig, context_parall
     Raises:
         ValueError: it cannot.
     """
-    attention, branches, indexed = model.attention, model.branches, model.nsa.index_heads is not None
+    attention, branches = model.attention, model.branches
     reasons = [
         ("dense_stages", f"with {attention=}, which is dense in all stages", attention != "nsa"),
         ("dense_stages", f"without the selected branch, of {branches=}", "slc" not in branches),
         ("dense_stages", f"with {context_parallel=}, which attends sparsely", context_parallel > 1),
-        ("indexer_stages", "without index_heads, which indexers have", not indexed),
+        ("indexer_stages", "without index_heads, which indexers have", model.nsa.index_heads is None),
         ("indexer_stages", "without a dense stage before them", not config.dense_stages),
     ]
     for name, why, holds in reasons:

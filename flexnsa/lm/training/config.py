@@ -154,10 +154,8 @@ class TrainConfig:
     def kind(self, step: int) -> Literal["dense", "indexers", "joint"]:
         """Return of which kind the stage of a step is, counted from 0: the last one selects, and all of it learns."""
         check_int("step", step, 0)
-        stage = sum(start <= step for start in self._starts()[1:])
-        if stage >= self.dense_stages + self.indexer_stages:
-            return "joint"
-        return "dense" if stage < self.dense_stages else "indexers"
+        warming = sum(start <= step for start in self._starts()[1:]) - self.dense_stages
+        return "dense" if warming < 0 else "indexers" if warming < self.indexer_stages else "joint"
 
     @property
     def sequences_per_step(self) -> int:

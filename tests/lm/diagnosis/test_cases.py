@@ -106,9 +106,8 @@ def test_ranks_leave_after_who_started_them_was_killed_and_at_no_interrupt(tmp_p
     """Ctrl-C reaches all processes of a terminal: a rank that ended then would be reported as failed."""
     file = tmp_path / "number"
     arguments = (tmp_path / "case", sleep_by_number, str(file))
-    starter = multiprocessing.get_context("forkserver").Process(
-        target=run_case, args=arguments, kwargs={"seconds": 600}
-    )
+    options: dict[str, Any] = {"target": run_case, "args": arguments, "kwargs": {"seconds": 600}}
+    starter = multiprocessing.get_context("forkserver").Process(**options)
     starter.start()
     wait_until(file.exists)
     rank = int(file.read_text())

@@ -85,9 +85,7 @@ def test_takes_the_dtypes_that_linear_takes(
         try:
             expected = results(plain, inputs)
         except RuntimeError:  # of another dtype
-            with pytest.raises(
-                ValueError, match=rf"^weight: expected dtype {dtype}, as hidden has, got {weight_dtype}"
-            ):
+            with pytest.raises(ValueError, match=f"^weight: expected dtype {dtype}, as hidden has, got {weight_dtype}"):
                 linear_cross_entropy(*inputs)
             return
         value = linear_cross_entropy(*inputs)

@@ -114,7 +114,5 @@ def test_every_public_config_that_holds_sequences_is_looked_at() -> None:
     public = [getattr(module, name) for module in (flexnsa, models) for name in module.__all__]
     frozen = [x for x in public if is_dataclass(x) and x.__dataclass_params__.frozen]  # pyright: ignore[reportAttributeAccessIssue]
     assert DecoderConfig in frozen
-    of_several = {
-        field.name for config in frozen for field in fields(config) if str(field.type).startswith(("tuple", "Seq"))
-    }
+    of_several = {x.name for config in frozen for x in fields(config) if str(x.type).startswith(("tuple", "Seq"))}
     assert of_several == {*SEQUENCES, "stages"}  # which tests/lm/training/test_stages.py looks at

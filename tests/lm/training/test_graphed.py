@@ -15,7 +15,7 @@ from flexnsa.lm.cli import main
 from flexnsa.lm.training.checkpoint import load_checkpoint, save_checkpoint
 from flexnsa.lm.training.checks import check_cuda_graph
 from tests.lm.training.runs import trainer_of
-from tests.lm.training.test_stages import GROWING
+from tests.lm.training.test_stages import GROWING, WARMED
 from tests.lm.training.test_trainer import TAUGHT
 
 
@@ -55,12 +55,7 @@ def test_what_changes_between_steps_comes_by_tensors(text_folder: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(
-    "fields",
-    [
-        {"dense_stages": 1},
-        {"pack": True, "grad_accumulation": 2, "dense_stages": 2},
-        {"dense_stages": 1, "indexer_stages": 1},
-    ],
+    "fields", [{"dense_stages": 1}, {"pack": True, "grad_accumulation": 2, "dense_stages": 2}, WARMED]
 )
 def test_replayed_steps_are_the_same_steps(
     text_folder: Path, tmp_path: Path, compiled: bool, fields: dict[str, Any]

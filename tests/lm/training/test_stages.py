@@ -29,6 +29,7 @@ INDEXED = replace(TAUGHT, nsa=replace(TAUGHT.nsa, select_block_size=4))  # so th
 LENGTHS = [10, 10, 20, 20, 20, 40, 40, 40]
 EDGES = [0, 2, 5]
 """First steps of the stages."""
+WARMED: dict[str, Any] = {"dense_stages": 1, "indexer_stages": 1}
 
 
 @pytest.mark.parametrize(
@@ -60,9 +61,8 @@ def test_stages_are_a_loop_that_anyone_could_write(
         optimizer.zero_grad()
         record = {"step": step, "lr": stage.learning_rate(step), "loss": loss.item(), "grad_norm": norms[0]}
         record |= {"dense": True} if dense else {}
-        if selection is not None:
-            total = torch.as_tensor(selection.total).item()
-            record |= {"selection_loss": total, "selection_grad_norm": norms[1]}
+        total = 0.0 if selection is None else torch.as_tensor(selection.total).item()
+        record |= {"selection_loss": total, "selection_grad_norm": norms[1]} if taught else {}
         assert trainer.train_step().to_dict() == pytest.approx(record, rel=1e-4, abs=1e-7)
         # An evaluation is of the last length, and attends as the step before it
         assert trainer.validation_bits_per_byte() == pytest.approx(other.validation_bits_per_byte(), rel=1e-5)
@@ -82,15 +82,13 @@ def test_what_a_dense_stage_leaves_out_stays_as_drawn_and_learns_afterwards(text
 
 
 def test_nothing_but_indexers_learns_in_their_stage_and_all_of_it_afterwards(text_folder: Path) -> None:
-    trainer = _trainer(text_folder, INDEXED, dense_stages=1, indexer_stages=1, weight_decay=0.5, lr=0.05)
+    trainer = _trainer(text_folder, INDEXED, weight_decay=0.5, lr=0.05, **WARMED)
     for parameter in index_parameters(trainer.model):
         nn.init.normal_(parameter)  # which has much to learn
-    everything = {*trainer.parameters}
-    indexers = {name for name in everything if ".indexer." in name}
-    stages: list[tuple[int, set[str]]] = [(5, indexers), (8, everything)]
-    trainer.train_step()
-    trainer.train_step()
-    for edge, learning in stages:
+    while trainer.step < 2:
+        trainer.train_step()
+    for edge, part in ((5, ".indexer."), (8, "")):
+        learning = {name for name in trainer.parameters if part in name}
         before, losses = _state(trainer), list[float]()
         while trainer.step < edge:
             losses.append(trainer.train_step().selection_loss or 0.0)
@@ -106,17 +104,14 @@ def _state(trainer: Trainer) -> dict[str, list[torch.Tensor]]:
     return {name: [each.clone() for each in (x, *moments[x].values())] for name, x in trainer.parameters.items()}
 
 
-def test_a_trainer_in_a_stage_of_indexers_takes_a_checkpoint_of_any_stage(text_folder: Path, tmp_path: Path) -> None:
-    one, other = (_trainer(text_folder, INDEXED, dense_stages=1, indexer_stages=1, seed=seed) for seed in (0, 1))
-    for step, at in ((3, 1), (7, 4)):
-        while one.step < step:
-            one.train_step()
-        while other.step < 4:
-            other.train_step()
-        save_checkpoint(tmp_path / f"{at}.safetensors", one)
-        load_checkpoint(tmp_path / f"{at}.safetensors", other)
-        assert other.train_step() == one.train_step()
-        assert all(map(torch.equal, other.model.parameters(), one.model.parameters()))
+def test_a_trainer_in_a_stage_of_indexers_takes_a_checkpoint_of_a_later_one(text_folder: Path, tmp_path: Path) -> None:
+    one, other = (_trainer(text_folder, INDEXED, seed=seed, **WARMED) for seed in (0, 1))
+    for trainer in (*[one] * 7, *[other] * 4):
+        trainer.train_step()
+    save_checkpoint(tmp_path / "checkpoint.safetensors", one)
+    load_checkpoint(tmp_path / "checkpoint.safetensors", other)
+    assert other.train_step() == one.train_step()
+    assert all(map(torch.equal, other.model.parameters(), one.model.parameters()))
 
 
 @pytest.mark.parametrize(
@@ -139,9 +134,7 @@ def test_a_run_killed_at_the_edge_of_a_stage_or_inside_resumes_bit_for_bit(
     output = "".join(capsys.readouterr())
     said = [line for line in output.splitlines() if " sequences of " in line]
     begun = {step: ", attending densely" * (step < EDGES[dense + alone]) for step in (done, *EDGES) if step >= done}
-    rows = [
-        f"step {step}: {80 // LENGTHS[step]} sequences of {LENGTHS[step]} tokens{how}" for step, how in begun.items()
-    ]
+    rows = [f"step {x}: {80 // LENGTHS[x]} sequences of {LENGTHS[x]} tokens{how}" for x, how in begun.items()]
     assert said == rows
     assert output.count(" parameters learn, ") == alone * (done < EDGES[2])
     assert curve(tmp_path / "killed") == curve(tmp_path / "whole")
@@ -170,7 +163,6 @@ def test_wrong_stages_are_named(stages: Any, message: str) -> None:
 
 
 ODD = {"stages": ((16, 0.5), (40, 0.5)), "steps": 2}
-WARMED = {"dense_stages": 1, "indexer_stages": 1}
 
 
 @pytest.mark.parametrize(
@@ -184,12 +176,7 @@ WARMED = {"dense_stages": 1, "indexer_stages": 1}
         ({"indexer_stages": 1}, {"nsa": INDEXED.nsa}, 1, "indexer_stages: expected 0 without a dense stage .* got 1"),
         (WARMED, {"nsa": INDEXED.nsa}, 2, "dense_stages: expected 0 with context_parallel=2, .* got 1"),
         ({"dense_stages": 1}, {"attention": "dense"}, 1, "dense_stages: expected 0 with attention='dense', .* got 1"),
-        (
-            {"dense_stages": 2},
-            {"branches": ("cmp", "win")},
-            1,
-            "dense_stages: expected 0 without the selected .* got 2",
-        ),
+        ({"dense_stages": 2}, {"branches": ("cmp", "win")}, 1, "dense_stages: expected 0 without the sel.* got 2"),
         ({"dense_stages": 1}, {}, 2, "dense_stages: expected 0 with context_parallel=2, .* got 1"),
     ],
 )
@@ -209,9 +196,7 @@ def test_layers_are_compiled_for_each_length_alone(text_folder: Path, monkeypatc
     many, model = tuple((length, 1 / 3) for length in (2, 24, 48)), replace(MODEL, compression="mean")
     counters.clear()
     torch.compiler.reset()
-    plain, compiled = (
-        _trainer(text_folder, model, compiled, steps=3, seq_len=48, stages=many) for compiled in (False, True)
-    )
+    plain, compiled = (_trainer(text_folder, model, how, steps=3, seq_len=48, stages=many) for how in (False, True))
     for number in range(1, 4):
         assert compiled.train_step().loss == pytest.approx(plain.train_step().loss, rel=1e-5)
         assert (counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())) == (number, 0)
@@ -232,14 +217,13 @@ def test_the_command_takes_stages_and_resumes_with_them(
         assert f"argument --stages: expected {message}" in capsys.readouterr().err
 
 
+DENSE = "--dense-stages 1"
+WARM = "--stages 1024:0.1,2048:0.1,32768:0.8 --dense-stages 1 --indexer-stages 1"
+
+
 @pytest.mark.parametrize(
     ("preset", "dense", "largest"),
-    [
-        ("text-125m", "", 2048),
-        ("paper", "", 32768),
-        ("text-125m", "--dense-stages 1", 32768),
-        ("text-125m", "--stages 1024:0.1,2048:0.1,32768:0.8 --dense-stages 1 --indexer-stages 1", 32768),
-    ],
+    [("text-125m", "", 2048), ("paper", "", 32768), ("text-125m", DENSE, 32768), ("text-125m", WARM, 32768)],
 )
 def test_an_estimate_is_of_the_largest_stage_that_selects(
     preset: str, dense: str, largest: int, capsys: pytest.CaptureFixture[str]
