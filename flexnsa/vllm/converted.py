@@ -17,7 +17,6 @@ from flexnsa.layers.config import LayerConfig
 from flexnsa.layers.presets import GATE_LIMIT
 from flexnsa.transformers.options import LayerOptions
 from flexnsa.vllm.layer import Attention
-from flexnsa.vllm.unsupported import refuse_layers, refuse_options
 
 NAMES = {"q_proj": "w_q", "k_proj": "w_k", "v_proj": "w_v", "o_proj": "w_o", "compress": "phi", "gate": "gate.linear"}
 """How parameters of a converted layer begin, and those of the library's own."""
@@ -32,6 +31,8 @@ class ConvertedAttention(Attention):
         tables: as of :class:`Attention`.
         vllm_config: of the model.
     """
+
+    in_checkpoint = {own: old for old, own in NAMES.items()}  # noqa: RUF012
 
     def __init__(self, dense: Any, options: LayerOptions, tables: Tensor, vllm_config: VllmConfig) -> None:
         name, branches = dense.attn.layer_name, options.branches
@@ -64,23 +65,17 @@ class ConvertedAttention(Attention):
 
 
 class Converted:
-    """Mixin of vLLM's classes.
-
-    Raises:
-        ValueError: the checkpoint or the engine has an option that cannot be served.
-    """
+    """Mixin of vLLM's classes."""
 
     model: Any
     packed_modules_mapping: Any
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        config = vllm_config.model_config.hf_config
-        refuse_options(vllm_config)
-        refuse_layers(config)
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # pyright: ignore[reportCallIssue]
-        rotary, options = self.model.layers[0].self_attn.rotary_emb, LayerOptions.of(config)
-        tables = rotary._compute_cos_sin_cache()
-        for layer in self.model.layers:
+        options = LayerOptions.of(vllm_config.model_config.hf_config)
+        layers = self.model.layers[self.model.start_layer : self.model.end_layer]  # of this stage
+        tables = layers[0].self_attn.rotary_emb._compute_cos_sin_cache()
+        for layer in layers:
             layer.self_attn = ConvertedAttention(layer.self_attn, options, tables, vllm_config)
         # vLLM would take keys of each branch for those of its own layers.
         stacked = self.model.hf_to_vllm_mapper.orig_to_new_stacked.items()
@@ -88,8 +83,7 @@ class Converted:
         self.model.hf_to_vllm_mapper = WeightsMapper(orig_to_new_stacked=own)
         # Adapters (LoRA) have the names of a checkpoint.
         self.hf_to_vllm_mapper = WeightsMapper(orig_to_new_substr={".o_proj.": ".w_o."})
-        parts = WeightsMapper(orig_to_new_prefix={own: old for old, own in NAMES.items()})
-        parts = parts.apply_list([*self.model.layers[0].self_attn.parts])
+        parts = layers[0].self_attn.stored
         self.packed_modules_mapping = {"project": parts, "gate_up_proj": self.packed_modules_mapping["gate_up_proj"]}
 
 

@@ -10,17 +10,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from vllm.config import VllmConfig
+from vllm.distributed import get_pp_group
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-from vllm.model_executor.models.interfaces import SupportsLoRA
-from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper
+from vllm.model_executor.models.interfaces import SupportsLoRA, SupportsPP
+from vllm.model_executor.models.utils import (
+    AutoWeightsLoader,
+    PPMissingLayer,
+    WeightsMapper,
+    make_empty_intermediate_tensors_factory,
+    make_layers,
+)
+from vllm.sequence import IntermediateTensors
 
 from flexnsa.layers.config import LayerConfig
 from flexnsa.layers.rope import rope_tables
 from flexnsa.vllm.layer import Attention
-from flexnsa.vllm.unsupported import refuse_options
 
 
 class MLP(nn.Module):
@@ -28,8 +35,9 @@ class MLP(nn.Module):
 
     def __init__(self, dim: int, prefix: str) -> None:
         super().__init__()
-        self.up = ColumnParallelLinear(dim, 4 * dim, bias=False, return_bias=False, prefix=f"{prefix}.up")
-        self.down = RowParallelLinear(4 * dim, dim, bias=False, return_bias=False, prefix=f"{prefix}.down")
+        options: Any = {"bias": False, "return_bias": False}
+        self.up = ColumnParallelLinear(dim, 4 * dim, **options, prefix=f"{prefix}.up")
+        self.down = RowParallelLinear(4 * dim, dim, **options, prefix=f"{prefix}.down")
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(T, dim)``."""
@@ -55,27 +63,30 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """All parameters of a checkpoint."""
+    """The parameters of a checkpoint, or those of a stage of pipeline parallelism."""
 
     def __init__(self, config: Any, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         token = torch.arange(vllm_config.model_config.max_model_len)
-        self.tables = torch.cat(rope_tables(token, config.head_dim, config.rope_base), -1)
-        self.embedding = VocabParallelEmbedding(config.vocab_size, config.dim, prefix=f"{prefix}.embedding")
-        self.layers: Any = nn.ModuleList()
-        for index, number in enumerate(config.leaders):
-            leader = None if number == index else self.layers[number].attention.attend.name
-            self.layers.append(DecoderLayer(config, self.tables, vllm_config, f"{prefix}.layers.{index}", leader))
-        self.norm = RMSNorm(config.dim, eps=1e-6)
-        self.head = ParallelLMHead(config.vocab_size, config.dim, prefix=f"{prefix}.head")
+        tables = torch.cat(rope_tables(token, config.head_dim, config.rope_base), -1)
+
+        def layer(prefix: str) -> DecoderLayer:
+            layers, _, index = prefix.rpartition(".")
+            number = config.leaders[int(index)]
+            leader = None if number == int(index) else f"{layers}.{number}.attention.paged"
+            return DecoderLayer(config, tables, vllm_config, prefix, leader)
+
+        self.start, _, self.layers = make_layers(config.num_layers, layer, f"{prefix}.layers")
+        self.embedding, self.norm, self.head = (PPMissingLayer() for _ in range(3))
+        if get_pp_group().is_first_rank:
+            self.embedding = VocabParallelEmbedding(config.vocab_size, config.dim, prefix=f"{prefix}.embedding")
+        if get_pp_group().is_last_rank:
+            self.norm = RMSNorm(config.dim, eps=1e-6)
+            self.head = ParallelLMHead(config.vocab_size, config.dim, prefix=f"{prefix}.head")
 
 
-class FlexNSAForCausalLM(nn.Module, SupportsLoRA):
-    """What vLLM calls.
-
-    Raises:
-        ValueError: the checkpoint or the engine has an option that cannot be served.
-    """
+class FlexNSAForCausalLM(nn.Module, SupportsLoRA, SupportsPP):
+    """What vLLM calls."""
 
     # vLLM would leave out, without a word, what an adapter (LoRA) changes in an indexer; it refuses these names.
     of_indexers: Any = re.compile(r"(\.indexer\..*)\.lora_")  # Any: vLLM's hint is a Pattern of no type
@@ -83,11 +94,12 @@ class FlexNSAForCausalLM(nn.Module, SupportsLoRA):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
-        refuse_options(vllm_config)
         config = vllm_config.model_config.hf_config.decoder_config()
         self.model = Decoder(config, vllm_config, f"{prefix}.model" if prefix else "model")
         self.config = vllm_config.model_config.hf_config
-        self.packed_modules_mapping = {"project": [*self.model.layers[0].attention.parts]}  # of adapters (LoRA)
+        first: Any = self.model.layers[self.model.start]
+        self.packed_modules_mapping = {"project": first.attention.stored}  # of adapters (LoRA)
+        self.make_empty_intermediate_tensors = make_empty_intermediate_tensors_factory(["x"], config.dim)
         self.logits_processor = LogitsProcessor(config.vocab_size)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
@@ -98,14 +110,19 @@ class FlexNSAForCausalLM(nn.Module, SupportsLoRA):
         self,
         input_ids: Tensor | None,
         positions: Tensor,
-        intermediate_tensors: Any = None,  # noqa: ARG002  (of pipeline parallelism)
+        *,
+        intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: Tensor | None = None,
-    ) -> Tensor:
-        """Return the hidden states ``(T, dim)`` of tokens at ``positions (T,)``."""
-        x: Tensor = self.model.embedding(input_ids) if inputs_embeds is None else inputs_embeds
-        for layer in self.model.layers:
+    ) -> Tensor | IntermediateTensors:
+        """Return the hidden states ``(T, dim)`` of tokens at ``positions (T,)``, which go from stage to stage."""
+        x: Any
+        if intermediate_tensors is not None:
+            x = intermediate_tensors["x"]
+        else:
+            x = self.model.embedding(input_ids) if inputs_embeds is None else inputs_embeds
+        for layer in self.model.layers:  # those of other stages return x
             x = layer(x, positions)
-        return self.model.norm(x)
+        return self.model.norm(x) if get_pp_group().is_last_rank else IntermediateTensors({"x": x})
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
         """Return the logits of hidden states."""

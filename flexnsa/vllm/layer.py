@@ -12,6 +12,7 @@ from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+from vllm.model_executor.models.utils import WeightsMapper
 
 from flexnsa.config import gated_branches
 from flexnsa.layers.compression import COMPRESSORS, MeanCompressor
@@ -32,10 +33,10 @@ class Attention(nn.Module):
         gates: by branch that has a gate, its upper bound; by default 1 for those of ``config.gate``.
         biased: whether the projections of the input, and that of the output, have a bias.
         leader: as of :class:`PagedAttention`.
-
-    Raises:
-        ValueError: the ranks cannot share the heads.
     """
+
+    in_checkpoint: Mapping[str, str] = {}
+    """How the names of parameters begin in a checkpoint, where they differ."""
 
     def __init__(
         self,
@@ -49,9 +50,6 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         ranks, nsa, branches = get_tensor_model_parallel_world_size(), config.nsa, config.branches
-        if config.num_kv_heads % ranks:
-            expected = f"a divisor of num_kv_heads={config.num_kv_heads}"
-            raise ValueError(f"tensor_parallel_size: expected {expected}, got {ranks}")
         dims = config.head_dim, config.v_head_dim or config.head_dim
         self.gate, self.tables = config.gate, tables
         self.gates = dict.fromkeys(gated_branches(config.gate, branches), 1.0) if gates is None else gates
@@ -65,14 +63,16 @@ class Attention(nn.Module):
             widths["gate.linear"] = config.num_heads * len(self.gates)
         self.parts = {name: width // ranks for name, width in widths.items()}
         """Widths of the projections, on this rank, in the order of their joint product."""
-        names = (f"{prefix}.project", f"{prefix}.w_o")
+        *self.stored, w_o = WeightsMapper(orig_to_new_prefix=self.in_checkpoint).apply_list([*self.parts, "w_o"])
+        """Names of the projections in a checkpoint."""
+        options: Any = {"return_bias": False}
         self.project = MergedColumnParallelLinear(
-            config.dim, [*widths.values()], bias=biased[0], return_bias=False, prefix=names[0]
+            config.dim, [*widths.values()], biased[0], **options, prefix=f"{prefix}.project"
         )
         if biased[0]:
             nn.init.zeros_(self.project.bias)  # not all of its parts may have one
         self.w_o = RowParallelLinear(
-            config.num_heads * dims[1], config.dim, bias=biased[1], return_bias=False, prefix=names[1]
+            config.num_heads * dims[1], config.dim, biased[1], **options, prefix=f"{prefix}.{w_o}"
         )
         self.phi_k = self.phi_v = self.indexer = None
         self.q_norm: nn.Module | None = None

@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from vllm.config import ModelConfig, VllmConfig
+from vllm.distributed.utils import get_pp_indices
+from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 from flexnsa.transformers.choice import NAME
 from flexnsa.transformers.classes import PREFIX
@@ -13,21 +15,43 @@ from flexnsa.transformers.local_layers import layer_types
 from flexnsa.transformers.options import LayerOptions
 
 
-def refuse_options(vllm_config: VllmConfig) -> None:
-    """Check the options of an engine.
+class Refusals(VerifyAndUpdateConfig):
+    """Has vLLM check what it is asked for before it starts a worker, whose errors only a log would show."""
 
-    Raises:
-        ValueError: one of them asks for what the paged buffers of NSA cannot do.
-    """
-    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
-    for name, value, served in (
-        ("kv_cache_dtype", cache.cache_dtype, "auto"),
-        ("quantization", vllm_config.model_config.quantization, None),
-        ("kv_transfer_config", vllm_config.kv_transfer_config, None),
-        ("decode_context_parallel_size", parallel.decode_context_parallel_size, 1),
-        ("pipeline_parallel_size", parallel.pipeline_parallel_size, 1),
-    ):
-        _refuse_others(name, value, served)
+    @staticmethod
+    def verify_and_update_config(vllm_config: VllmConfig) -> None:
+        """Check the options of an engine, and the config of its model.
+
+        Raises:
+            ValueError: one of them asks for what cannot be served.
+        """
+        model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+        ranks, heads = parallel.tensor_parallel_size, model.get_total_num_kv_heads()
+        if heads % ranks:
+            raise ValueError(f"tensor_parallel_size: expected a divisor of num_kv_heads={heads}, got {ranks}")
+        for name, value, *served in (
+            ("kv_cache_dtype", cache.cache_dtype, "auto"),
+            ("quantization", model.quantization, None),
+            ("kv_transfer_config", vllm_config.kv_transfer_config, None),
+            ("kv_offloading_size", cache.kv_offloading_size, None),
+            ("decode_context_parallel_size", parallel.decode_context_parallel_size, 1),
+            ("prefill_context_parallel_size", parallel.prefill_context_parallel_size, 1),
+        ):
+            _refuse_others(name, value, *served)
+        if hasattr(model.hf_config, "decoder_config"):
+            _refuse_stages(model.hf_config.decoder_config().leaders, parallel.pipeline_parallel_size)
+        else:
+            refuse_layers(model.hf_config)
+
+
+def _refuse_stages(leaders: Sequence[int], stages: int) -> None:
+    for first, end in (get_pp_indices(len(leaders), stage, stages) for stage in range(stages)):
+        for layer, leader in enumerate(leaders[first:end], first):
+            if leader < first:
+                where = f"layers {first} to {end - 1}, but layer {layer} reads the index of layer {leader}"
+                raise ValueError(
+                    f"pipeline_parallel_size: expected stages without an index of another, got {stages}, one of {where}"
+                )
 
 
 def refuse_layers(config: Any) -> None:

@@ -33,12 +33,14 @@ def engine(folder: Path, **options: Any) -> Iterator[LLM]:
     """Serve a checkpoint, and forget it."""
     gc.freeze()  # vLLM collects garbage nine times, each time among a million objects of what was imported
     with patch("gc.freeze"), patch("gc.unfreeze"):
-        llm = LLM(str(folder), **BASE | options)
         try:
-            yield llm
-        finally:
-            llm.llm_engine.engine_core.shutdown()
-            del llm
+            llm = LLM(str(folder), **BASE | options)
+            try:
+                yield llm
+            finally:
+                llm.llm_engine.engine_core.shutdown()
+                del llm
+        finally:  # a refused model leaves processes connected, too
             cleanup_dist_env_and_memory()
             gc.collect()
 

@@ -23,7 +23,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "paper": {"nsa": NSA},
     "index": {"nsa": NSA | INDEX},
     "rank": {"nsa": NSA | INDEX, "index_rank": 4, "gate": "residual", "v_head_dim": 24, "shared_keys": True}
-    | {"num_layers": 3, "share_index": [0, 1, 0]},
+    | {"num_layers": 4, "share_index": [0, 1, 0, 3]},
     "linear": {"nsa": NSA | {"compress_block_size": 64}, "compression": "linear", "gate": "softmax"},
     "cmp_win": {"nsa": NSA, "compression": "mean", "branches": ["cmp", "win"]},
     "slc": {"nsa": NSA, "branches": ["slc"]},

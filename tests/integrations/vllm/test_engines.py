@@ -13,6 +13,8 @@ import torch
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine import utils
 from vllm.v1.executor import multiproc_executor
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.cpu_worker import CPUWorker
 
 from tests.integrations.vllm import interpreted_engine
 from tests.integrations.vllm.engines import ask, engine, metrics
@@ -139,3 +141,14 @@ def test_rejected_drafts_are_forgotten(reference: Ask, monkeypatch: pytest.Monke
 def test_two_ranks_share_the_heads(reference: Ask, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     check(reference(name), **SPLIT, tensor_parallel_size=2)
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize(("name", "stages"), [("rank", "3,1"), ("llama", "1,1")])
+def test_two_stages_share_the_layers(reference: Ask, monkeypatch: pytest.MonkeyPatch, name: str, stages: str) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", stages)
+    # Uncompiled, vLLM's CPU build makes no room for what a stage gets from the one before.
+    monkeypatch.setattr(CPUWorker, "_should_warm_up_model", lambda _: True)
+    monkeypatch.setattr(CPUModelRunner, "warming_up_model", CPUModelRunner.profile_run)
+    check(reference(name), **SPLIT, pipeline_parallel_size=2)
