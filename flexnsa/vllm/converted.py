@@ -71,6 +71,9 @@ class Converted:
     packed_modules_mapping: Any
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        quant = vllm_config.quant_config
+        if quant is not None:  # qkv_proj, which is replaced, has names that are not all in a checkpoint
+            quant.packed_modules_mapping = quant.packed_modules_mapping | {"qkv_proj": ["q_proj"]}
         super().__init__(vllm_config=vllm_config, prefix=prefix)  # pyright: ignore[reportCallIssue]
         options = LayerOptions.of(vllm_config.model_config.hf_config)
         layers = self.model.layers[self.model.start_layer : self.model.end_layer]  # of this stage

@@ -33,9 +33,9 @@ from flexnsa.vllm.layer import Attention
 class MLP(nn.Module):
     """``down(silu(up(x)))``."""
 
-    def __init__(self, dim: int, prefix: str) -> None:
+    def __init__(self, dim: int, quant: Any, prefix: str) -> None:
         super().__init__()
-        options: Any = {"bias": False, "return_bias": False}
+        options: Any = {"bias": False, "quant_config": quant, "return_bias": False}
         self.up = ColumnParallelLinear(dim, 4 * dim, **options, prefix=f"{prefix}.up")
         self.down = RowParallelLinear(4 * dim, dim, **options, prefix=f"{prefix}.down")
 
@@ -54,7 +54,7 @@ class DecoderLayer(nn.Module):
         self.attention_norm = RMSNorm(config.dim, eps=1e-6)
         self.attention = Attention(config, tables, vllm_config, f"{prefix}.attention", leader=leader)
         self.mlp_norm = RMSNorm(config.dim, eps=1e-6)
-        self.mlp = MLP(config.dim, f"{prefix}.mlp")
+        self.mlp = MLP(config.dim, vllm_config.quant_config, f"{prefix}.mlp")
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """Map the residual stream ``(T, dim)``."""

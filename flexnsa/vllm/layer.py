@@ -65,7 +65,10 @@ class Attention(nn.Module):
         """Widths of the projections, on this rank, in the order of their joint product."""
         *self.stored, w_o = WeightsMapper(orig_to_new_prefix=self.in_checkpoint).apply_list([*self.parts, "w_o"])
         """Names of the projections in a checkpoint."""
-        options: Any = {"return_bias": False}
+        quant = vllm_config.quant_config
+        if quant is not None:
+            quant.packed_modules_mapping = quant.packed_modules_mapping | {"project": self.stored}
+        options: Any = {"quant_config": quant, "return_bias": False}
         self.project = MergedColumnParallelLinear(
             config.dim, [*widths.values()], biased[0], **options, prefix=f"{prefix}.project"
         )

@@ -31,7 +31,7 @@ class Refusals(VerifyAndUpdateConfig):
             raise ValueError(f"tensor_parallel_size: expected a divisor of num_kv_heads={heads}, got {ranks}")
         for name, value, *served in (
             ("kv_cache_dtype", cache.cache_dtype, "auto"),
-            ("quantization", model.quantization, None),
+            ("quantization", model.quantization, None, "fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block"),
             ("kv_transfer_config", vllm_config.kv_transfer_config, None),
             ("kv_offloading_size", cache.kv_offloading_size, None),
             ("decode_context_parallel_size", parallel.decode_context_parallel_size, 1),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine import utils
 from vllm.v1.executor import multiproc_executor
@@ -105,6 +107,37 @@ def test_an_adapter_of_what_vllm_does_not_adapt(reference: Ask, tmp_path: Path) 
     add_adapter(tmp_path, make_model("rank"), ("up",))  # of the indexer too
     with engine(said.folder, enable_lora=True) as llm, pytest.raises(ValueError, match=r"indexer\.change"):
         ask(llm, [said.answers[0].prompt], lora_request=LoRARequest("drawn", 1, str(tmp_path)))
+
+
+def weights_in_fp8(model: Any) -> dict[str, tuple[Tensor, Tensor, Any]]:
+    """Return weights, their scales and biases, by the names that their layers have in a checkpoint."""
+    found: dict[str, tuple[Tensor, Tensor, Any]] = {}
+    for name, layer in model.named_modules():
+        if getattr(layer, "weight_scale", None) is not None:
+            stem, _, last = name.rpartition(".")
+            parts = model.packed_modules_mapping.get(last, ["o_proj" if name.endswith("self_attn.w_o") else last])
+            sizes = getattr(layer, "output_partition_sizes", [layer.output_size])
+            rows = [x.detach().split(sizes) for x in (layer.weight.t().float(), layer.weight_scale)]
+            biases = [None] * len(parts) if layer.bias is None else layer.bias.detach().split(sizes)
+            found |= zip([f"{stem}.{part}" for part in parts], zip(*rows, biases, strict=True), strict=True)
+    return found
+
+
+@pytest.mark.parametrize("name", ["index", "qwen2"])
+def test_linear_layers_in_fp8_but_for_those_left_out(reference: Ask, name: str) -> None:
+    said = reference(name)
+    model = type(make_model(name)).from_pretrained(said.folder)
+    every = {name: layer for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)}
+    options = {"dtype": "bfloat16", "quantization": "fp8_per_channel"}
+    with engine(said.folder, **options, quantization_config={"ignore": [x for x in every if ".0." in x]}) as llm:
+        (found,) = llm.apply_model(weights_in_fp8)
+        ask(llm, [said.answers[0].prompt], 2)
+    others = re.compile(r"\.(indexer|phi_\w|compress_\w)\.")
+    assert found.keys() == {x for x in every if ".1." in x and not others.search(x)}
+    for layer, (weight, scale, bias) in found.items():
+        exact, added = every[layer].weight, every[layer].bias
+        assert ((weight * scale - exact).abs() <= exact.abs() / 16 + scale / 256).all(), layer
+        assert bias is None or torch.equal(bias, torch.zeros_like(bias) if added is None else added.bfloat16())
 
 
 @pytest.mark.parametrize(("name", "block_size"), [("index", 16), ("rank", 32)])

@@ -26,7 +26,7 @@ OFFLOADING = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
     [
         ({"block_size": 24}, "block_size: expected a multiple of the stride 16, got 24"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype: expected 'auto'"),
-        ({"quantization": "experts_int8"}, "quantization: expected None .* got 'experts_int8'"),
+        ({"quantization": "experts_int8"}, "quantization: expected None or 'fp8' .* got 'experts_int8'"),
         ({"kv_transfer_config": OFFLOADING}, "kv_transfer_config: expected None .* got KVTransferConfig"),
         ({"kv_offloading_size": 1.0}, "kv_offloading_size: expected None .* got 1.0"),
         ({"tensor_parallel_size": 4}, "tensor_parallel_size: expected a divisor of num_kv_heads=2, got 4"),
