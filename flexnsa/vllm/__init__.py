@@ -16,7 +16,7 @@ def register() -> None:
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
     from vllm.v1.core import kv_cache_utils
 
-    from flexnsa.vllm.stages import keep_empty_groups
+    from flexnsa.vllm.buffers import keep_empty_groups
     from flexnsa.vllm.unsupported import Refusals, refuse_models
 
     for name, place in MODELS.items():

@@ -7,6 +7,7 @@ requests with the same prefix share full pages.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -14,24 +15,19 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.attention.backend import (
-    AttentionBackend,
-    AttentionCGSupport,
-    AttentionMetadataBuilder,
-    CommonAttentionMetadata,
-)
+from vllm.v1.attention import backend
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, SlidingWindowSpec, iter_layer_specs
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from flexnsa.attention.sdpa.paged import Pages
 from flexnsa.vllm.batch import Batch
 
 
-class PagedBuilder(AttentionMetadataBuilder[Batch]):
+class PagedBuilder(backend.AttentionMetadataBuilder[Batch]):
     """Describes a batch by tensors that vLLM keeps, so that a captured step of decoding reads those of each replay."""
 
-    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    _cudagraph_support = backend.AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
@@ -42,7 +38,7 @@ class PagedBuilder(AttentionMetadataBuilder[Batch]):
     def build(
         self,
         common_prefix_len: int,  # noqa: ARG002
-        common_attn_metadata: CommonAttentionMetadata,
+        common_attn_metadata: backend.CommonAttentionMetadata,
         fast_build: bool = False,  # noqa: ARG002
     ) -> Batch:
         """Describe the requests, those that decode first."""
@@ -59,14 +55,14 @@ class PagedBuilder(AttentionMetadataBuilder[Batch]):
             num_decodes=num_decodes,
         )
 
-    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Batch:
+    def build_for_cudagraph_capture(self, common_attn_metadata: backend.CommonAttentionMetadata) -> Batch:
         """Describe a batch that is captured: its replays may have requests of any length."""
         batch = self.build(0, common_attn_metadata)
         batch.host_lengths = torch.full_like(batch.host_lengths, self.vllm_config.model_config.max_model_len)
         return batch
 
 
-class PagedBackend(AttentionBackend):
+class PagedBackend(backend.AttentionBackend):
     """What vLLM asks of a buffer."""
 
     supported_dtypes = [torch.float32, torch.bfloat16, torch.float16]  # noqa: RUF012  (as in the base class)
@@ -135,7 +131,7 @@ class PagedBuffer(AttentionLayerBase):
         """Describe the pages."""
         return self.spec
 
-    def get_attn_backend(self) -> type[AttentionBackend]:
+    def get_attn_backend(self) -> type[backend.AttentionBackend]:
         """Return what else vLLM asks of a buffer."""
         return PagedBackend
 
@@ -165,3 +161,15 @@ class PagedBuffer(AttentionLayerBase):
         pages = self.pages(batch)
         parts = pages.load(pages.tokens, pages.find(pages.tokens, request, last))
         return tuple(part.squeeze(-2) for part in parts)
+
+
+def keep_empty_groups(project: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """Return vLLM's ``project`` of groups to a stage so that one without layers there has no buffers there."""
+
+    def projected(*args: Any) -> list[Any]:
+        groups = project(*args)
+        for group in (each for each in groups if not each.layer_names):
+            group.kv_cache_spec = next(iter(iter_layer_specs(group.kv_cache_spec)))
+        return groups
+
+    return projected

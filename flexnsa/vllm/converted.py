@@ -86,8 +86,7 @@ class Converted:
         self.model.hf_to_vllm_mapper = WeightsMapper(orig_to_new_stacked=own)
         # Adapters (LoRA) have the names of a checkpoint.
         self.hf_to_vllm_mapper = WeightsMapper(orig_to_new_substr={".o_proj.": ".w_o."})
-        parts = layers[0].self_attn.stored
-        self.packed_modules_mapping = {"project": parts, "gate_up_proj": self.packed_modules_mapping["gate_up_proj"]}
+        self.packed_modules_mapping = self.packed_modules_mapping | {"project": layers[0].self_attn.stored}
 
 
 class FlexNSALlamaForCausalLM(Converted, LlamaForCausalLM):

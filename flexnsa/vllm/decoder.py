@@ -15,14 +15,8 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.models import utils
 from vllm.model_executor.models.interfaces import SupportsLoRA, SupportsPP
-from vllm.model_executor.models.utils import (
-    AutoWeightsLoader,
-    PPMissingLayer,
-    WeightsMapper,
-    make_empty_intermediate_tensors_factory,
-    make_layers,
-)
 from vllm.sequence import IntermediateTensors
 
 from flexnsa.layers.config import LayerConfig
@@ -76,8 +70,8 @@ class Decoder(nn.Module):
             leader = None if number == int(index) else f"{layers}.{number}.attention.paged"
             return DecoderLayer(config, tables, vllm_config, prefix, leader)
 
-        self.start, _, self.layers = make_layers(config.num_layers, layer, f"{prefix}.layers")
-        self.embedding, self.norm, self.head = (PPMissingLayer() for _ in range(3))
+        self.start, _, self.layers = utils.make_layers(config.num_layers, layer, f"{prefix}.layers")
+        self.embedding, self.norm, self.head = (utils.PPMissingLayer() for _ in range(3))
         if get_pp_group().is_first_rank:
             self.embedding = VocabParallelEmbedding(config.vocab_size, config.dim, prefix=f"{prefix}.embedding")
         if get_pp_group().is_last_rank:
@@ -90,7 +84,7 @@ class FlexNSAForCausalLM(nn.Module, SupportsLoRA, SupportsPP):
 
     # vLLM would leave out, without a word, what an adapter (LoRA) changes in an indexer; it refuses these names.
     of_indexers: Any = re.compile(r"(\.indexer\..*)\.lora_")  # Any: vLLM's hint is a Pattern of no type
-    hf_to_vllm_mapper = WeightsMapper(orig_to_new_regex={of_indexers: r"\1.indexer.lora_"})
+    hf_to_vllm_mapper = utils.WeightsMapper(orig_to_new_regex={of_indexers: r"\1.indexer.lora_"})
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
@@ -99,7 +93,7 @@ class FlexNSAForCausalLM(nn.Module, SupportsLoRA, SupportsPP):
         self.config = vllm_config.model_config.hf_config
         first: Any = self.model.layers[self.model.start]
         self.packed_modules_mapping = {"project": first.attention.stored}  # of adapters (LoRA)
-        self.make_empty_intermediate_tensors = make_empty_intermediate_tensors_factory(["x"], config.dim)
+        self.make_empty_intermediate_tensors = utils.make_empty_intermediate_tensors_factory(["x"], config.dim)
         self.logits_processor = LogitsProcessor(config.vocab_size)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
@@ -115,11 +109,8 @@ class FlexNSAForCausalLM(nn.Module, SupportsLoRA, SupportsPP):
         inputs_embeds: Tensor | None = None,
     ) -> Tensor | IntermediateTensors:
         """Return the hidden states ``(T, dim)`` of tokens at ``positions (T,)``, which go from stage to stage."""
-        x: Any
-        if intermediate_tensors is not None:
-            x = intermediate_tensors["x"]
-        else:
-            x = self.model.embedding(input_ids) if inputs_embeds is None else inputs_embeds
+        x: Any = inputs_embeds if intermediate_tensors is None else intermediate_tensors["x"]
+        x = self.model.embedding(input_ids) if x is None else x
         for layer in self.model.layers:  # those of other stages return x
             x = layer(x, positions)
         return self.model.norm(x) if get_pp_group().is_last_rank else IntermediateTensors({"x": x})
@@ -130,4 +121,4 @@ class FlexNSAForCausalLM(nn.Module, SupportsLoRA, SupportsPP):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Load a checkpoint."""
-        return AutoWeightsLoader(self).load_weights(weights)
+        return utils.AutoWeightsLoader(self).load_weights(weights)

@@ -20,11 +20,7 @@ class Refusals(VerifyAndUpdateConfig):
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
-        """Check the options of an engine, and the config of its model.
-
-        Raises:
-            ValueError: one of them asks for what cannot be served.
-        """
+        """Check the options of an engine and the config of its model: a ValueError names what cannot be served."""
         model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
         ranks, heads = parallel.tensor_parallel_size, model.get_total_num_kv_heads()
         if heads % ranks:
@@ -48,18 +44,12 @@ def _refuse_stages(leaders: Sequence[int], stages: int) -> None:
     for first, end in (get_pp_indices(len(leaders), stage, stages) for stage in range(stages)):
         for layer, leader in enumerate(leaders[first:end], first):
             if leader < first:
-                where = f"layers {first} to {end - 1}, but layer {layer} reads the index of layer {leader}"
-                raise ValueError(
-                    f"pipeline_parallel_size: expected stages without an index of another, got {stages}, one of {where}"
-                )
+                got = f"{stages}: one begins with layer {first}, but layer {layer} reads the index of layer {leader}"
+                raise ValueError(f"pipeline_parallel_size: expected stages that share no index, got {got}")
 
 
 def refuse_layers(config: Any) -> None:
-    """Check the config of a converted model.
-
-    Raises:
-        ValueError: its layers attend or rotate in a way that vLLM's classes, or the paged buffers, do not have.
-    """
+    """Check a converted model: a ValueError names what vLLM's classes, or the paged buffers, do not have."""
     options, rope = LayerOptions.of(config), getattr(config, "rope_parameters", None) or {}
     for kind in layer_types(config):
         _refuse_others("layer_types", kind, "full_attention")
@@ -88,12 +78,8 @@ def refuse_models(inspect: Callable[..., Any], served: Collection[str]) -> Calla
             expected = "a model whose layers are NSA (flexnsa.transformers.convert)"
             raise ValueError(f"attn_implementation: expected {expected} in vLLM, got {attention!r}")
         for name in (each for each in names if each.startswith(PREFIX)):
-            if name not in served:
-                raise ValueError(f"architectures: expected one of {', '.join(sorted(served))} in vLLM, got {name!r}")
-            if model_config.model_impl not in ("auto", "vllm"):
-                raise ValueError(
-                    f"model_impl: expected 'auto' or 'vllm' of a model with NSA, got {model_config.model_impl!r}"
-                )
+            _refuse_others("architectures", name, *sorted(served))
+            _refuse_others("model_impl", model_config.model_impl, "auto", "vllm")
         return inspect(architectures, model_config)
 
     return checked
