@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from vllm.model_executor.models import utils
 from vllm.model_executor.models.interfaces import SupportsLoRA, SupportsPP
 from vllm.sequence import IntermediateTensors
 
-from flexnsa.layers.config import LayerConfig
 from flexnsa.layers.rope import rope_tables
 from flexnsa.vllm.layer import Attention
 
@@ -41,10 +41,11 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and MLP, each behind a norm."""
 
-    def __init__(
-        self, config: LayerConfig, tables: Tensor, vllm_config: VllmConfig, prefix: str, leader: str | None
-    ) -> None:
+    def __init__(self, config: Any, tables: Tensor, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
+        layers, _, index = prefix.rpartition(".")
+        number = config.leaders[int(index)]
+        leader = None if number == int(index) else f"{layers}.{number}.attention.paged"
         self.attention_norm = RMSNorm(config.dim, eps=1e-6)
         self.attention = Attention(config, tables, vllm_config, f"{prefix}.attention", leader=leader)
         self.mlp_norm = RMSNorm(config.dim, eps=1e-6)
@@ -63,13 +64,7 @@ class Decoder(nn.Module):
         super().__init__()
         token = torch.arange(vllm_config.model_config.max_model_len)
         tables = torch.cat(rope_tables(token, config.head_dim, config.rope_base), -1)
-
-        def layer(prefix: str) -> DecoderLayer:
-            layers, _, index = prefix.rpartition(".")
-            number = config.leaders[int(index)]
-            leader = None if number == int(index) else f"{layers}.{number}.attention.paged"
-            return DecoderLayer(config, tables, vllm_config, prefix, leader)
-
+        layer = partial(DecoderLayer, config, tables, vllm_config)
         self.start, _, self.layers = utils.make_layers(config.num_layers, layer, f"{prefix}.layers")
         self.embedding, self.norm, self.head = (utils.PPMissingLayer() for _ in range(3))
         if get_pp_group().is_first_rank:

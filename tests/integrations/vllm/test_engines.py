@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine import utils
 from vllm.v1.executor import multiproc_executor
@@ -109,35 +108,25 @@ def test_an_adapter_of_what_vllm_does_not_adapt(reference: Ask, tmp_path: Path) 
         ask(llm, [said.answers[0].prompt], lora_request=LoRARequest("drawn", 1, str(tmp_path)))
 
 
-def weights_in_fp8(model: Any) -> dict[str, tuple[Tensor, Tensor, Any]]:
-    """Return weights, their scales and biases, by the names that their layers have in a checkpoint."""
-    found: dict[str, tuple[Tensor, Tensor, Any]] = {}
-    for name, layer in model.named_modules():
-        if getattr(layer, "weight_scale", None) is not None:
-            stem, _, last = name.rpartition(".")
-            parts = model.packed_modules_mapping.get(last, ["o_proj" if name.endswith("self_attn.w_o") else last])
-            sizes = getattr(layer, "output_partition_sizes", [layer.output_size])
-            rows = [x.detach().split(sizes) for x in (layer.weight.t().float(), layer.weight_scale)]
-            biases = [None] * len(parts) if layer.bias is None else layer.bias.detach().split(sizes)
-            found |= zip([f"{stem}.{part}" for part in parts], zip(*rows, biases, strict=True), strict=True)
-    return found
-
-
 @pytest.mark.parametrize("name", ["index", "qwen2"])
 def test_linear_layers_in_fp8_but_for_those_left_out(reference: Ask, name: str) -> None:
-    said = reference(name)
+    said, found = reference(name), set[str]()
     model = type(make_model(name)).from_pretrained(said.folder)
     every = {name: layer for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)}
     options = {"dtype": "bfloat16", "quantization": "fp8_per_channel"}
     with engine(said.folder, **options, quantization_config={"ignore": [x for x in every if ".0." in x]}) as llm:
-        (found,) = llm.apply_model(weights_in_fp8)
         ask(llm, [said.answers[0].prompt], 2)
+        served: Any = llm.apply_model(lambda model: model)[0]
+        for name, layer in ((x, y) for x, y in served.named_modules() if hasattr(y, "weight_scale")):
+            stem, _, last = name.replace("self_attn.w_o", "self_attn.o_proj").rpartition(".")
+            parts = [f"{stem}.{part}" for part in served.packed_modules_mapping.get(last, [last])]
+            own, scale, found = [every[part] for part in parts], layer.weight_scale, found | {*parts}
+            exact = torch.cat([x.weight for x in own])
+            assert ((layer.weight.t().float() * scale - exact).abs() <= exact.abs() / 16 + scale / 256).all(), name
+            biases = [torch.zeros(len(x.weight)) if x.bias is None else x.bias for x in own]
+            assert layer.bias is None or torch.equal(layer.bias, torch.cat(biases).bfloat16())
     others = re.compile(r"\.(indexer|phi_\w|compress_\w)\.")
-    assert found.keys() == {x for x in every if ".1." in x and not others.search(x)}
-    for layer, (weight, scale, bias) in found.items():
-        exact, added = every[layer].weight, every[layer].bias
-        assert ((weight * scale - exact).abs() <= exact.abs() / 16 + scale / 256).all(), layer
-        assert bias is None or torch.equal(bias, torch.zeros_like(bias) if added is None else added.bfloat16())
+    assert found == {x for x in every if ".1." in x and not others.search(x)}
 
 
 @pytest.mark.parametrize(("name", "block_size"), [("index", 16), ("rank", 32)])

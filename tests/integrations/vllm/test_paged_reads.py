@@ -14,8 +14,6 @@ from tests.integrations.vllm.engines import ask, engine
 from tests.integrations.vllm.references import Reference
 
 CONTEXT, PAGE, LAYERS = 656, 16, 2  # a token after the prompt completes no block
-
-
 Reads = list[tuple[str, torch.Size, int]]
 
 
