@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,32 +26,15 @@ from benchmarks.harness import options
 from flexnsa import NSAConfig
 from flexnsa.lm.transformers_model import FlexNSAConfig, FlexNSAForCausalLM
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "vocab_size": 32_000,
-    "max_position_embeddings": 131_072,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
-TINY: dict[str, Any] = SIZES | {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 256,
-}
+SIZES: dict[str, Any] = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64}
+SIZES |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32_000, "pad_token_id": 0}
+SIZES |= {"max_position_embeddings": 131_072, "eos_token_id": None}
+TINY = SIZES | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
+TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256}
 STATIC = ", static cache"
 """Of which transformers compiles a step."""
 IMPLEMENTATIONS = ("dense", "dense without cuDNN", "converted", "selected branch", "own decoder", "drop-in")
 IMPLEMENTATIONS += f"dense{STATIC}", f"drop-in{STATIC}"
-KEY = ("name", "context", "batch")
 
 
 class Stamps:
@@ -110,26 +93,32 @@ def measure(point: dict[str, Any], sizes: dict[str, Any], device: str, tokens: i
     return result
 
 
+def measure_each(
+    points: Iterable[dict[str, Any]], measured: Callable[..., Any], arguments: argparse.Namespace, doc: str | None
+) -> None:
+    """Measure and record points that the file does not hold already, until the deadline."""
+    recording, begin = options.open_recording(arguments, doc, keep=True), time.monotonic()
+    for point in points:
+        if any(point.items() <= old.items() and "label" not in old for old in recording.points):
+            continue
+        if time.monotonic() - begin > arguments.deadline:
+            print("the deadline is over; the same command resumes here")
+            return
+        try:
+            found = measured(point)
+        except (RuntimeError, ValueError, TypeError) as error:
+            found = {"label": f"{type(error).__name__}: {error}"[:300]}
+        recording.add(point | found, tuple(point))
+        print(recording.points[-1], flush=True)
+        if arguments.device == "cuda":
+            torch.cuda.empty_cache()
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse(argv)
-    recording = options.open_recording(arguments, __doc__, keep=True)
-    sizes, begin = TINY if arguments.tiny else SIZES, time.monotonic()
-    for context in arguments.contexts:
-        for name in arguments.names:
-            point: dict[str, Any] = {"name": name, "context": context, "batch": arguments.batch}
-            if any(all(old.get(part) == point[part] for part in KEY) and "token_ms" in old for old in recording.points):
-                continue
-            if time.monotonic() - begin > arguments.deadline:
-                print("the deadline is over; the same command resumes here")
-                return
-            try:
-                point |= measure(point, sizes, arguments.device, arguments.tokens)
-            except (RuntimeError, ValueError, TypeError) as error:
-                point["label"] = f"{type(error).__name__}: {error}"[:300]
-            recording.add(point, KEY)
-            print(point, flush=True)
-            if arguments.device == "cuda":
-                torch.cuda.empty_cache()
+    sizes, batch = TINY if arguments.tiny else SIZES, arguments.batch
+    points = [{"name": name, "context": x, "batch": batch} for x in arguments.contexts for name in arguments.names]
+    measure_each(points, lambda x: measure(x, sizes, arguments.device, arguments.tokens), arguments, __doc__)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -25,16 +25,8 @@ from benchmarks.harness.setting import TINY_SIZES
 from flexnsa import NSAConfig
 from flexnsa.lm import read_corpus
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": 256,
-    "max_position_embeddings": 8192,
-}
+SIZES: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "head_dim": 64}
+SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 8192}
 TINY: dict[str, Any] = SIZES | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 8}
 HELD_OUT_ROWS = 8
 

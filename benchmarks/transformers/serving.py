@@ -18,9 +18,8 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from benchmarks.harness import options
-from benchmarks.transformers.decoding import SIZES, TINY, make
+from benchmarks.transformers.decoding import SIZES, TINY, make, measure_each
 
-KEY = ("name", "way", "requests", "longest")
 WAYS = ("static batch", "continuous batching")
 
 
@@ -50,10 +49,10 @@ def answer(model: Any, way: str, prompts: list[list[int]], tokens: int) -> None:
         raise RuntimeError(f"answers: expected {len(prompts)} of {tokens} tokens, got {lengths}")
 
 
-def measure(point: dict[str, Any], sizes: dict[str, Any], device: str, longest: int, tokens: int) -> dict[str, Any]:
+def measure(point: dict[str, Any], sizes: dict[str, Any], device: str, tokens: int) -> dict[str, Any]:
     """Answer a few tokens, and time the answers of all."""
     model = make(point["name"], sizes, device)
-    prompts = requests(point["requests"], longest, sizes["vocab_size"])
+    prompts = requests(point["requests"], point["longest"], sizes["vocab_size"])
     answer(model, point["way"], prompts[:2], 2)
     if device == "cuda":
         torch.cuda.synchronize()
@@ -75,22 +74,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments: argparse.Namespace = parser.parse_args(argv)
     if arguments.tiny:
         arguments.contexts, arguments.requests, arguments.tokens = [160], 3, 3
-    recording = options.open_recording(arguments, __doc__, keep=True)
-    begin = time.monotonic()
-    for longest in arguments.contexts:
-        for name, way in ((name, way) for way in WAYS for name in arguments.names):
-            point: dict[str, Any] = {"name": name, "way": way, "requests": arguments.requests, "longest": longest}
-            if any(all(old.get(part) == point[part] for part in KEY) and "seconds" in old for old in recording.points):
-                continue
-            if time.monotonic() - begin > arguments.deadline:
-                print("the deadline is over; the same command resumes here")
-                return
-            try:
-                point |= measure(point, TINY if arguments.tiny else SIZES, arguments.device, longest, arguments.tokens)
-            except (RuntimeError, ValueError, TypeError) as error:
-                point["label"] = f"{type(error).__name__}: {error}"[:300]
-            recording.add(point, KEY)
-            print(point, flush=True)
+    sizes, count = TINY if arguments.tiny else SIZES, arguments.requests
+    ways = [(longest, way, name) for longest in arguments.contexts for way in WAYS for name in arguments.names]
+    points = [{"name": name, "way": way, "requests": count, "longest": longest} for longest, way, name in ways]
+    measure_each(points, lambda x: measure(x, sizes, arguments.device, arguments.tokens), arguments, __doc__)
 
 
 if __name__ == "__main__":
