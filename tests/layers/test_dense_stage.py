@@ -45,6 +45,7 @@ def test_it_changes_nothing_where_all_blocks_are_selected(documents: bool, confi
     assert dense.eval()(x, return_index=True)[1].block_indices.shape == (2, 2, 64, 0)
     dense.train()
     expected, found = gradients(sparse, x, **options), gradients(dense, x, **options)
+    assert expected["w_k_slc.weight"] is not None
     for name, value in expected.items():
         assert_close(found[name], value, msg=name)
 
@@ -62,6 +63,7 @@ def test_branches_that_are_left_out_learn_nothing_and_come_back() -> None:
     assert_close(module(x), alone(x))
     grads = gradients(module, x)
     assert [grads[f"w_{name}.weight"] for name in ("v_cmp", "k_win", "v_win")] == [None] * 3
+    assert grads["w_v_slc.weight"] is not None
     assert any(value is not None and value.any() for name, value in grads.items() if name.startswith("indexer"))
     hook.remove()
     module.attend_densely(None)

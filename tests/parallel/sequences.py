@@ -72,6 +72,7 @@ def learn(layer: Any, x: Tensor, upstream: Tensor, **options: Any) -> dict[str, 
     out = layer(x, selection=selection, **options)
     selected = torch.zeros(()) if selection is None else torch.as_tensor(selection.total)
     ((out * upstream).sum() + 10 * selected).backward()
+    assert x.grad is not None
     results = {"out": out.detach(), "x": x.grad, "selection": selected.detach()}
     return results | {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
 
