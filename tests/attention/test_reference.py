@@ -5,18 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-<<<<<<< HEAD
 import flexnsa
-=======
-from flexnsa import (
-    NSAConfig,
-    block_importance,
-    compressed_attention,
-    select_blocks,
-    selected_attention,
-    sliding_window_attention,
-)
->>>>>>> 2ab1ea3 (Let the type of what a test reads be narrowed where it is used)
 from flexnsa.attention.interface import given
 from tests.support import literal
 from tests.support.inputs import SMALL, Inputs, attend, attend_with_aux, make_inputs, sizes
