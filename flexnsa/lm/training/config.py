@@ -95,7 +95,7 @@ class TrainConfig:
         may_be_zero += ("dense_stages", "indexer_stages")
         for field in fields(self):
             name, value = field.name, getattr(self, field.name)
-            if name in ("precision", "pack", "seed", "stages") or (value, field.default) == (None, None):
+            if name in ("precision", "pack", "seed", "stages") or value is field.default is None:
                 continue
             if isinstance(field.default, int):
                 check_int(name, value, 0 if name in may_be_zero else 1)

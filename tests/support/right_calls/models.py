@@ -113,7 +113,9 @@ MODELS: dict[str, Call] = {
     "generate": Call(lm.generate, {"model": DENSE, "prompt": b"ab", "num_bytes": 2, "temperature": 0.5, "seed": 5}),
     "record_indices": Call(lambda model: record_indices(model).remove(), {"model": MODEL}),
     "replay_indices": Call(replayed, {"model": MODEL, "indices": BLOCKS}, also=("block_indices",)),
-    "TrainConfig": Call(lm.TrainConfig, config_fields(lm.TrainConfig)),
+    "TrainConfig": Call(
+        lm.TrainConfig, config_fields(lm.TrainConfig) | {"compressor_lr": 0.1}, optional=("compressor_lr",)
+    ),
     "TrainConfig.at": Call(lm.TrainConfig(stages=((64, 0.5), (512, 0.5))).at, {"step": 3}),
     "TrainConfig.learning_rate": Call(lm.TrainConfig().learning_rate, {"step": 3}),
     "parameter_count": Call(parameter_count, {"config": TINY}),
