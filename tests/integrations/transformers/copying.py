@@ -32,7 +32,7 @@ TYPES: dict[str, dict[str, Any]] = {
     | {"layer_types": ["linear_attention", "indexed_attention"] * 2},
     "deepseek_v32": LATENT,
     "glm_moe_dsa": LATENT | SHARED,
-    "hy_v4": LATENT | {"indexer_types": ["full"] * 3},
+    "hy_v4": LATENT | SHARED,
     "mistral_large4": LATENT | SHARED,
 }
 """Settings of each type, beside those of the tests."""
