@@ -217,7 +217,7 @@ def gated_branches(gate: str, branches: Sequence[str]) -> tuple[str, ...]:
 
 
 def kind_of(name: str) -> str:
-    """Return the branch whose keys or values have a name: ``slc`` for ``k_slc``, and for ``k``, which all share."""
+    """Return the kind of a buffer by its name: ``slc`` for ``k_slc``, and for ``k`` of a dense layer."""
     return name.partition("_")[2] or "slc"
 
 

@@ -26,8 +26,8 @@ from flexnsa.attention.triton import selected as triton_selected
 from flexnsa.attention.triton import selection as triton_select
 from flexnsa.attention.triton import selection_loss as triton_selection_loss
 from flexnsa.attention.triton import step as triton_step
+from flexnsa.attention.triton.arguments import require_device
 from flexnsa.attention.triton.gated import gated_sum
-from flexnsa.attention.triton.operators import require_device
 from flexnsa.checks.calls import check_mods
 from flexnsa.config import BRANCHES
 from flexnsa.masks.user_mods import MaskMod, ScoreMod, merge_mods

@@ -1,4 +1,4 @@
-"""The public functions: each checks its arguments, chooses the implementation and calls it; also on whole models."""
+"""The public functions: each checks its arguments and calls an implementation; those of ``indices`` take a model."""
 
 from flexnsa.functional.attention import native_sparse_attention
 from flexnsa.functional.branches import compressed_attention, selected_attention, sliding_window_attention

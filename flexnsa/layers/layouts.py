@@ -229,10 +229,10 @@ def lay_out_cached(step: Step, rotate: Rotate) -> RowLayout:
         kind: BlockLayout(table, new.first_tokens, positions) for table, (kind, new) in zip(tables, kinds, strict=True)
     }
     blocks, first_tokens, _ = made["cmp"]
-    return RowLayout(
+    return RowLayout(  # by keywords: Dynamo of torch 2.11 binds others to the fields of the base class first
         tokens,
         blocks,
-        first_tokens=first_tokens,  # by keyword, and what follows: Dynamo of torch 2.11 takes the base's fields before
+        first_tokens=first_tokens,
         window_positions=step.window_positions,
         index=made.get("index"),
         positions=positions,

@@ -1,1 +1,1 @@
-"""Operators that ``torch.compile`` does not trace into, and launches that are recorded and replayed."""
+"""Operators that ``torch.compile`` does not trace into: results, gradients, launches, and what checkpointing keeps."""

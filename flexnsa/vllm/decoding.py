@@ -13,7 +13,7 @@ from torch import Tensor
 from flexnsa.attention.interface import given
 from flexnsa.attention.sdpa.paged import PagedStep
 from flexnsa.attention.step import StepInputs
-from flexnsa.attention.triton.operators import runs_kernels
+from flexnsa.attention.triton.arguments import runs_kernels
 from flexnsa.attention.triton.step import step_in_pages
 from flexnsa.config import NSAConfig
 from flexnsa.vllm.batch import Batch

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flexnsa.attention.tiles.device import cdiv, padded
-from flexnsa.attention.triton.operators import precision, require_device
+from flexnsa.attention.triton.arguments import precision, require_device
 from flexnsa.operators.opaque import opaque_operator
 
 MOST_WEIGHTS = 8

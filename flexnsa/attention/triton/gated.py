@@ -14,13 +14,13 @@ from torch import Tensor
 
 from flexnsa.attention.interface import Call, Compressed, GatedSum, Keys, given
 from flexnsa.attention.plan import Plan, can_copy, needs_int64
+from flexnsa.attention.triton.arguments import check_call, with_positive_scale
 from flexnsa.attention.triton.intervals import (
     IntervalInputs,
     attend_to_intervals,
     gradient_of_queries,
     gradients_of_keys,
 )
-from flexnsa.attention.triton.operators import check_call, with_positive_scale
 from flexnsa.attention.triton.selected import (
     SelectedInputs,
     attend_to_blocks,

@@ -11,7 +11,7 @@ from torch import Tensor
 from flexnsa.attention.interface import BranchOutput, Call, Compressed
 from flexnsa.attention.plan import Plan, can_copy
 from flexnsa.attention.scoring import LOG2_E
-from flexnsa.attention.triton import operators
+from flexnsa.attention.triton import arguments
 from flexnsa.masks.positions import Positions, tensors_of
 from flexnsa.operators.opaque import opaque_operator
 from flexnsa.operators.results import empty_outputs, fake_gradients, with_rows
@@ -80,15 +80,15 @@ class IntervalInputs(NamedTuple):
         shape |= {"LENGTH": self.length, "STRIDE": self.stride, "WINDOW": self.window}
         if in_gluon:
             return (), shape
-        shape |= {"BDK": padded(dk), "BDV": padded(dv), "PRECISION": operators.precision()}
-        return operators.position_arguments(q, *positions), shape | {"HAS_POSITIONS": self.token is not None}
+        shape |= {"BDK": padded(dk), "BDV": padded(dv), "PRECISION": arguments.precision()}
+        return arguments.position_arguments(q, *positions), shape | {"HAS_POSITIONS": self.token is not None}
 
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, call: Call, positions: Positions | None, sizes: tuple[int, int, int]
 ) -> BranchOutput:
-    operators.check_call(call, "q", q)
-    q, scale = operators.with_positive_scale(q, call.scale)
+    arguments.check_call(call, "q", q)
+    q, scale = arguments.with_positive_scale(q, call.scale)
     return BranchOutput(*_interval_attention(IntervalInputs(q, k, v, *tensors_of(positions), scale, *sizes)))
 
 
@@ -97,7 +97,7 @@ def attend_to_intervals(inputs: IntervalInputs) -> tuple[Tensor, Tensor]:
     from flexnsa.attention.tiles.device import cdiv, device_of
     from flexnsa.attention.tiles.intervals import HOPPER_FORWARD, forward_tiles
 
-    operators.require_device(inputs.q)
+    arguments.require_device(inputs.q)
     out, lse = empty_outputs(inputs.q, inputs.v.shape[-1])
     inputs = inputs.with_rows()
     q, k, v = inputs[:3]

@@ -16,7 +16,7 @@ from flexnsa.attention.interface import BranchOutput, Call
 from flexnsa.attention.plan import LARGEST_DIM, LEAST_DIM, Plan
 from flexnsa.attention.tiles.device import cdiv
 from flexnsa.attention.tiles.selected import Part, is_whole, num_key_tiles
-from flexnsa.attention.triton.operators import check_call, precision, require_device, rows_of, with_positive_scale
+from flexnsa.attention.triton.arguments import check_call, precision, require_device, rows_of, with_positive_scale
 from flexnsa.config import NSAConfig
 from flexnsa.masks.positions import tensors_of
 from flexnsa.operators.opaque import opaque_operator

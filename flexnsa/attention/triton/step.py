@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from flexnsa.attention.step import StepArguments, StepInputs
-from flexnsa.attention.triton.operators import require_device
+from flexnsa.attention.triton.arguments import require_device
 from flexnsa.operators.opaque import opaque_operator
 
 

@@ -19,9 +19,9 @@ from flexnsa.attention.plan import Plan, can_copy
 from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.tiles.device import Tiles, cdiv, device_of, padded
 from flexnsa.attention.tiles.scoring import HOPPER_IMPORTANCE, importance_tiles
+from flexnsa.attention.triton.arguments import position_arguments
 from flexnsa.attention.triton.kernels.kernel import jit
 from flexnsa.attention.triton.kernels.visible import count_visible, load_positions
-from flexnsa.attention.triton.operators import position_arguments
 from flexnsa.config import NSAConfig, overlap_band
 from flexnsa.masks.positions import Positions, tensors_of
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.tiles.device import cdiv, padded
+from flexnsa.attention.triton.arguments import position_arguments
 from flexnsa.attention.triton.kernels.importance import Scores
 from flexnsa.attention.triton.kernels.kernel import jit
 from flexnsa.attention.triton.kernels.visible import count_visible, load_positions
-from flexnsa.attention.triton.operators import position_arguments
 from flexnsa.config import NSAConfig
 from flexnsa.masks.positions import Positions, tensors_of
 

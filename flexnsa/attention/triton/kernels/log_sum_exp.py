@@ -10,9 +10,9 @@ from torch import Tensor
 from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.tiles.device import cdiv, device_of, padded
 from flexnsa.attention.tiles.scoring import log_sum_exp_tiles
+from flexnsa.attention.triton.arguments import position_arguments, with_positive_scale
 from flexnsa.attention.triton.kernels.kernel import jit
 from flexnsa.attention.triton.kernels.visible import count_visible, load_positions, runs
-from flexnsa.attention.triton.operators import position_arguments, with_positive_scale
 from flexnsa.config import NSAConfig
 from flexnsa.masks.positions import Positions, tensors_of
 

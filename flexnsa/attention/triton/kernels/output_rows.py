@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from flexnsa.attention.tiles.device import cdiv, padded
+from flexnsa.attention.triton.arguments import strides_of_groups
 from flexnsa.attention.triton.kernels.kernel import jit
-from flexnsa.attention.triton.operators import strides_of_groups
 from flexnsa.operators.results import with_rows
 
 ROWS = 32

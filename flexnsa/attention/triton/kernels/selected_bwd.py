@@ -23,6 +23,7 @@ from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.tiles.device import Tiles, cdiv, padded
 from flexnsa.attention.tiles.intervals import hopper_tiles
 from flexnsa.attention.tiles.selected import SLOTS, SUM_ROWS, columns, max_replicas, max_shared, of_group
+from flexnsa.attention.triton.arguments import strides_of_groups
 from flexnsa.attention.triton.kernels.intervals import add_parts
 from flexnsa.attention.triton.kernels.kernel import jit
 from flexnsa.attention.triton.kernels.selected_lists import Lists, Selection
@@ -36,7 +37,6 @@ from flexnsa.attention.triton.kernels.selected_pairs import (
     sees,
 )
 from flexnsa.attention.triton.kernels.visible import load_positions
-from flexnsa.attention.triton.operators import strides_of_groups
 
 SHARED_ROWS = 8
 """Keys of a program that sums replicas: many programs, because each waits for memory."""

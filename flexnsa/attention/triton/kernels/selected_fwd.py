@@ -23,11 +23,11 @@ from flexnsa.attention.plan import Plan, can_copy, needs_int64
 from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.tiles.device import Tiles, cdiv, padded
 from flexnsa.attention.tiles.selected import SLOTS, SUM_ROWS, columns, max_replicas, of_group
+from flexnsa.attention.triton.arguments import strides_of_groups
 from flexnsa.attention.triton.kernels.kernel import jit
 from flexnsa.attention.triton.kernels.selected_lists import Lists, Selection
 from flexnsa.attention.triton.kernels.selected_pairs import first_key, load_row, locate, needs_mask, row_of_tile, sees
 from flexnsa.attention.triton.kernels.visible import load_positions
-from flexnsa.attention.triton.operators import strides_of_groups
 
 PIECE, PIECE_ROWS = 64, 768
 """Queries of a program on Hopper. A small group has more queries: at least so many (query, head) rows.

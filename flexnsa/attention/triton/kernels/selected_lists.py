@@ -21,10 +21,10 @@ from torch import Tensor
 
 from flexnsa.attention.tiles.device import cdiv, padded
 from flexnsa.attention.tiles.selected import Part, is_whole, max_replicas, num_key_tiles
+from flexnsa.attention.triton.arguments import position_arguments
 from flexnsa.attention.triton.kernels.kernel import jit
 from flexnsa.attention.triton.kernels.selected_pairs import locate
 from flexnsa.attention.triton.kernels.visible import load_positions
-from flexnsa.attention.triton.operators import position_arguments
 
 SCRATCH_BYTES = 64 * 2**20
 """Limit of the marks that exist at a time; one chunk of one head may take more."""

@@ -15,10 +15,10 @@ from flexnsa.attention.scoring import LOG2_E, aligned
 from flexnsa.attention.step import StepInputs
 from flexnsa.attention.tiles.device import HOPPER, cdiv, device_of, multiprocessors, padded
 from flexnsa.attention.tiles.step import StepTiles, step_tiles
+from flexnsa.attention.triton.arguments import precision
 from flexnsa.attention.triton.kernels import step_attend, step_compress, step_place
 from flexnsa.attention.triton.kernels.importance import Band, Scores
 from flexnsa.attention.triton.kernels.top_blocks import check_width, write_top_blocks
-from flexnsa.attention.triton.operators import precision
 from flexnsa.config import gated_branches, num_blocks
 from flexnsa.masks.positions import Positions
 

@@ -1,4 +1,4 @@
-"""Functions that the operators around Triton kernels share."""
+"""Arguments of Triton kernels: checks before a launch, positions, strides and the precision of products."""
 
 from __future__ import annotations
 
