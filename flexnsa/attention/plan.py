@@ -57,6 +57,11 @@ LEAST_BLOCK = 16
 LEAST_DIM = 16
 LARGEST_DIM = 256
 """Head dimensions of the Triton kernels."""
+LISTED_BLOCKS = 64
+"""Most selected blocks of a query that the Triton kernels list, with a partial output for each. Counts ``n``.
+
+Of more, as QSA has them, a program gathers the keys: with 513 blocks of 4 tokens a kernel that adds up so many partial
+outputs did not compile within two minutes."""
 FLEX_DIM = 64
 FLEX_KEYS = 2048
 """FlexAttention is faster than Triton for larger heads that see more compressed keys than this (H200)."""
@@ -215,6 +220,11 @@ def choose_name(impl: str, *, is_cuda: bool, modded: bool, largest_dim: int) -> 
 def fits_one_step(tokens: int, heads: int, dims: tuple[int, int]) -> bool:
     """Return whether one operator can take ``tokens`` of each sequence that follow a cache with ``B * Hkv`` heads."""
     return tokens <= STEP_TOKENS and tokens * heads <= MOST_HEADS and max(dims) <= LARGEST_DIM
+
+
+def gathers_keys(num_blocks: int) -> bool:
+    """Return whether Triton kernels gather the keys of each query, of so many selected blocks, instead of listing."""
+    return num_blocks > LISTED_BLOCKS
 
 
 def can_copy(*rows: Tensor) -> bool:

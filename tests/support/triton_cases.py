@@ -138,6 +138,8 @@ def chunks(size: int) -> tuple[tuple[str, int], tuple[str, int]]:
 
 BF16, FP16 = torch.bfloat16, torch.float16
 gated = partial(Case, gates=True, window_size=24, compressed=(8, 4))
+gathered = partial(Case, num_selected=65, block_size=2, dtype=BF16)
+FEW_AT_A_TIME = ("LIST_ROWS", 72), ("WORKSPACE_BYTES", 2**14)
 SUM_ON_HOPPER = ("hopper_forward_parts", "hopper_backward_parts", "hopper_backward_queries", "hopper_backward_keys")
 CASES = {
     "one-token": Case(group=4, documents=(1,), num_selected=2, missing=0),
@@ -184,6 +186,12 @@ CASES = {
     "cached-blocks-of-4": Case(
         group=2, documents=(161,), batch=3, new=3, cached=((110, 3), (0, 2), (37, 1)), block_size=4, num_selected=9
     ),
+    "gathered": gathered(group=3, documents=(140,), kv_heads=2, missing=0.3, dims=(16, 40)),
+    "gathered-documents": gathered(group=8, documents=(60, 3, 38), garbage=True, block_size=1, dims=(256, 256)),
+    "gathered-chunks-and-copies": gathered(
+        group=4, documents=(90,), every=2, ahead=3, block_size=4, order="sliced", limits=(*chunks(32), *FEW_AT_A_TIME)
+    ),
+    "gathered-cached": gathered(group=2, documents=(161,), batch=3, new=66, cached=((95, 66), (0, 0), (50, 1))),
     "window-cached": Case(
         group=2, documents=(93,), batch=3, new=70, cached=((110, 70), (0, 70), (9, 41)), kv_heads=2, window_size=24
     ),

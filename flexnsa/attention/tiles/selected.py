@@ -70,6 +70,23 @@ def backward_tiles(device: Device, dtype: torch.dtype, dk: int, dv: int, block_s
     return _first_that_fits(candidates, device, dtype, dk, dv, block_size, streams=(dk, dv))
 
 
+@cache
+def gathered_tiles(device: Device, dtype: torch.dtype, dk: int, dv: int, group: int) -> Tiles:
+    """Return the first tiles that fit of the kernels that gather the keys of a query; all heads are rows of one tile.
+
+    Raises:
+        ValueError: none fit.
+    """
+    rows, columns = padded(group), padded(dk) + padded(dv)
+    candidates = [Tiles(rows, keys, 4, stages) for keys, stages in ((64, 2), (32, 2), (32, 1), (16, 1))]
+    error = f"k: impl='triton' expects the queries of {group} heads, and tiles of {dtype} keys and values, to fit"
+
+    def bytes_of(tiles: Tiles) -> int:
+        return (rows * (columns + tiles.keys) + tiles.num_stages * tiles.keys * columns) * dtype.itemsize
+
+    return first_that_fits(candidates, bytes_of, device, error)
+
+
 def _first_that_fits(
     candidates: Sequence[Tiles],
     device: Device,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flexnsa.attention.interface import Call, Compressed, GatedSum, Keys, given
-from flexnsa.attention.plan import Plan, can_copy, needs_int64
+from flexnsa.attention.plan import Plan, can_copy, gathers_keys, needs_int64
 from flexnsa.attention.triton.arguments import check_call, with_positive_scale
 from flexnsa.attention.triton.intervals import (
     IntervalInputs,
@@ -34,9 +34,9 @@ from flexnsa.operators.results import empty_gradients, empty_outputs, with_rows
 
 
 def gated_sum(q: Tensor, keys: Keys, call: Call) -> GatedSum | None:
-    """Return what computes the sum, or None where FlexAttention is faster for one of the branches."""
+    """Return what computes the sum, or None where another kernel is better for one of the branches."""
     plan = Plan.of(q, given(keys.k_cmp), keys.v_cmp, has_positions=call.positions is not None)
-    return _attend if plan.compressed_in_triton else None
+    return _attend if plan.compressed_in_triton and not gathers_keys(call.config.num_selected_blocks) else None
 
 
 def _attend(

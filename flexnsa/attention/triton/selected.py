@@ -1,6 +1,7 @@
 """Selected attention as one opaque operator.
 
-The operator also returns the lists of queries that forward builds, for backward to use.
+The operator also returns the lists of queries that forward builds, for backward to use. Where a query has many blocks,
+forward gathers its keys, and backward builds the lists.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flexnsa.attention.interface import BranchOutput, Call
-from flexnsa.attention.plan import LARGEST_DIM, LEAST_DIM, Plan
+from flexnsa.attention.plan import LARGEST_DIM, LEAST_DIM, Plan, gathers_keys
 from flexnsa.attention.tiles.device import cdiv
 from flexnsa.attention.tiles.selected import Part, is_whole, num_key_tiles
 from flexnsa.attention.triton.arguments import check_call, precision, require_device, rows_of, with_positive_scale
@@ -90,6 +91,11 @@ class SelectedInputs(NamedTuple):
     chunk: int
     capacity: int
 
+    @property
+    def are_gathered(self) -> bool:
+        """Whether kernels gather the keys of each query; there are no lists in forward then."""
+        return gathers_keys(self.block_indices.shape[-1])
+
     def with_rows(self) -> SelectedInputs:
         """Make rows contiguous."""
         return self._replace(q=with_rows(self.q), k=with_rows(self.k), v=with_rows(self.v))
@@ -108,7 +114,7 @@ def sizes_of(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, config: NSA
     """Return the block size, and the largest numbers of queries in a chunk and in a program."""
     group, n = operator.index(q.shape[1] // k.shape[1]), operator.index(block_indices.shape[-1])
     dims = operator.index(q.shape[-1]), operator.index(v.shape[-1])
-    chunk = chunk_of(group * n * max(dims) * q.element_size())
+    chunk = chunk_of(0 if gathers_keys(n) else group * n * max(dims) * q.element_size())
     return operator.index(config.select_block_size), chunk, capacity_of(group, q.element_size())
 
 
@@ -143,6 +149,13 @@ def capacity_of(group: int, number_bytes: int) -> int:
 @opaque_operator("selected_attention_triton", launches_kernels=True)
 def _selected_attention(inputs: SelectedInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return out, lse, and both tensors of the lists."""
+    if inputs.are_gathered:
+        from flexnsa.attention.triton.kernels.selected_gather import gather_forward
+
+        require_device(inputs.q)
+        outputs = empty_selected(inputs)
+        gather_forward(*inputs.with_rows()[:3], inputs.selection(), *outputs[:2], inputs.scale)
+        return outputs
     out, lse = empty_outputs(inputs.q, inputs.v.shape[-1])
     lists = attend_to_blocks(inputs, out, lse)
     return out, lse, lists.order, lists.replicas
@@ -214,12 +227,16 @@ def selected_gradients(
     from flexnsa.attention.tiles.device import device_of
     from flexnsa.attention.tiles.selected import backward_tiles
     from flexnsa.attention.triton.kernels.selected_bwd import backward, backward_bytes
-    from flexnsa.attention.triton.kernels.selected_lists import Lists
+    from flexnsa.attention.triton.kernels.selected_gather import gather_backward
+    from flexnsa.attention.triton.kernels.selected_lists import Lists, build_lists
 
     selection, size, chunk, capacity = inputs.selection(), inputs.block_size, inputs.chunk, inputs.capacity
-    lists = Lists(order, replicas, chunk, capacity)
     grads = empty_gradients(*inputs[:3])
     (q, k, v), grad_out = inputs.with_rows()[:3], with_rows(grad_out)
+    lists = Lists(order, replicas, chunk, capacity)
+    if inputs.are_gathered:
+        lists = build_lists(selection, chunk, capacity)
+        gather_backward(q, k, v, selection, stats, grad_out, grads[0], inputs.scale)
     tiles = backward_tiles(device_of(q), q.dtype, q.shape[-1], v.shape[-1], size)
     for part in parts_of(k, backward_bytes(q, k, v, selection.block_indices.shape[-1], chunk, capacity, size)):
         q_part, k_part, v_part, *of_grads = (_of_heads(x, k, part) for x in (q, k, v, grad_out, *grads))
@@ -259,12 +276,15 @@ def _of_heads(x: Tensor, k: Tensor, part: Part) -> Tensor:
 
 @_selected_attention.register_fake
 def empty_selected(inputs: SelectedInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Allocate what the operator returns."""
+    """Allocate what the operator returns; lists are empty where backward builds them."""
     from flexnsa.attention.triton.kernels.selected_lists import empty_lists
 
+    outputs = empty_outputs(inputs.q, inputs.v.shape[-1])
+    if inputs.are_gathered:
+        return *outputs, inputs.block_indices.new_empty(0), inputs.block_indices.new_empty(0)
     key_tiles = num_key_tiles(inputs.k.shape[2], inputs.block_size, has_positions=inputs.token is not None)
     lists = empty_lists(inputs.block_indices, key_tiles, inputs.chunk, inputs.capacity)
-    return *empty_outputs(inputs.q, inputs.v.shape[-1]), lists.order, lists.replicas
+    return *outputs, lists.order, lists.replicas
 
 
 _selected_attention_backward.register_fake(fake_gradients)

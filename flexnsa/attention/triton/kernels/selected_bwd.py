@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flexnsa.attention.plan import HOPPER_ROWS as ROWS
-from flexnsa.attention.plan import Plan, can_copy, needs_int64
+from flexnsa.attention.plan import Plan, can_copy, gathers_keys, needs_int64
 from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.tiles.device import Tiles, cdiv, padded
 from flexnsa.attention.tiles.intervals import hopper_tiles
@@ -66,7 +66,7 @@ def backward_bytes(q: Tensor, k: Tensor, v: Tensor, n: int, chunk: int, capacity
     pairs = min(chunk, q.shape[2]) * n
     dk, dv, group = k.shape[-1], v.shape[-1], q.shape[1] // k.shape[1]
     keys = k.shape[2] + max_shared(pairs, capacity) * block_size
-    return pairs * group * dk * q.element_size() + keys * (dk + dv) * 4
+    return (0 if gathers_keys(n) else pairs * group * dk * q.element_size()) + keys * (dk + dv) * 4
 
 
 def backward(
@@ -87,7 +87,10 @@ def backward(
     others: OtherGradients | WindowQueries | None,
     window: int,
 ) -> None:
-    """Compute the gradients of q, k and v; to that of q, add those from the ``others``."""
+    """Compute the gradients of q, k and v; to that of q, add those from the ``others``.
+
+    Where the keys of queries are gathered, that of q is left to another kernel.
+    """
     (batch, q_heads, num_queries, d_k), (kv_heads, num_keys), d_v = q.shape, k.shape[1:3], v.shape[-1]
     group, n, size = q_heads // kv_heads, selection.block_indices.shape[-1], selection.block_size
     chunk = min(lists.chunk, num_queries)
@@ -97,7 +100,8 @@ def backward(
     dk, dv = torch.split(new(rows * (d_k + d_v)).zero_(), [rows * d_k, rows * d_v])
     num_shared = max_shared(chunk * n, lists.capacity)
     dk_shared, dv_shared = (new(heads, num_shared, size, d) for d in (d_k, d_v))
-    part = torch.empty(heads, chunk, n, group, d_k, dtype=q.dtype, device=q.device)
+    of_queries = not gathers_keys(n)
+    part = q.new_empty(heads * chunk * n * group * d_k if of_queries else 0)
 
     num_replicas = max_replicas(selection.num_key_tiles, chunk * n, lists.capacity)
     low, high = columns(d_k, halve=True)
@@ -106,7 +110,7 @@ def backward(
     parities = (0, 1) if has_positions else (0,)
     int64_offsets = needs_int64(q, group, chunk) or needs_int64(grad_out, group, chunk)
     plan = Plan.of(q, k, v, has_positions=has_positions, block_size=size)
-    in_gluon = plan.selected_in_gluon and not int64_offsets and can_copy(q, k, v, grad_out)
+    in_gluon = of_queries and plan.selected_in_gluon and not int64_offsets and can_copy(q, k, v, grad_out)
     queries = (selection.block_indices, *selection.positions())
     for index in range(lists.sizes[0]):
         sizes = (kv_heads, num_queries, num_keys, lists.chunk, index)
@@ -127,7 +131,7 @@ def backward(
                 backward_parts[(num_replicas, heads)](
                     q, k, v, grad_out, stats, *queries, *tensors, parity, scale, scale * LOG2_E,
                     **shape, DV=d_v, LOW=low, HIGH=high, BDV=padded(d_v), BN=padded(size), PRECISION=precision,
-                    INT64_OFFSETS=int64_offsets, **of_group(tiles, group), **tiles.options(),
+                    OF_QUERIES=of_queries, INT64_OFFSETS=int64_offsets, **of_group(tiles, group), **tiles.options(),
                 )  # fmt: skip
         for parity in parities:
             sum_shared[(num_replicas * (padded(size) // SHARED_ROWS), heads)](
@@ -135,19 +139,21 @@ def backward(
                 n=n, DK=d_k, DV=d_v, SIZE=size, HAS_POSITIONS=has_positions, BN=padded(size),
                 BDK=padded(d_k), BDV=padded(d_v), ROWS=SHARED_ROWS, num_warps=4,
             )  # fmt: skip
+        if not of_queries:
+            continue
         if isinstance(others, WindowQueries):
             from flexnsa.attention.triton.kernels.hopper.window_sums import hopper_sum_slots
 
             in_chunk = min(chunk, num_queries - index * lists.chunk)
-            of_queries, _ = hopper_tiles(d_k, d_v, windowed=True)
+            row_tiles, _ = hopper_tiles(d_k, d_v, windowed=True)
             _, *of_window = others
             strides = q, others.k_win, others.v_win
-            hopper_sum_slots[(cdiv(in_chunk, of_queries.queries) * group, heads)](
+            hopper_sum_slots[(cdiv(in_chunk, row_tiles.queries) * group, heads)](
                 part, selection.block_indices, q, *of_window, grad_out, others.cmp, grad_q,
                 *itertools.chain(*(x.stride()[:3] for x in strides)), others.stats.stride(-1), *grad_out.stride()[:3],
                 *grad_q.stride()[:3], *sizes, scale,
                 n=n, G=group, DK=d_k, DV=d_v, SIZE=size, WINDOW=window, SLOTS=SLOTS,
-                BM=of_queries.queries, BN=of_queries.keys, **of_queries.options("BUFFERS"),
+                BM=row_tiles.queries, BN=row_tiles.keys, **row_tiles.options("BUFFERS"),
             )  # fmt: skip
         else:
             cmp, win = others or (grad_q, None)
@@ -173,9 +179,9 @@ def backward_parts(
     n: tl.constexpr, G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, QUERIES: tl.constexpr, SPREAD: tl.constexpr, PRECISION: tl.constexpr,
-    INT64_OFFSETS: tl.constexpr,
+    OF_QUERIES: tl.constexpr, INT64_OFFSETS: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv of one replica, and the contribution of its keys to dq of its pairs."""
+    """Compute dk and dv of one replica, and ``OF_QUERIES`` the contribution of its keys to dq of its pairs."""
     bh = tl.program_id(1).to(tl.int64)
     replicas_ptr += (bh * num_chunks + index) * 5 * num_replicas + tl.program_id(0)
     count = tl.load(replicas_ptr + num_replicas)
@@ -253,14 +259,15 @@ def backward_parts(
             dk_low = tl.dot(ds, q_low, dk_low, input_precision=PRECISION)
             if HIGH > 0:
                 dk_high = tl.dot(ds, q_high, dk_high, input_precision=PRECISION)
-            dq_row = dq_ptr + (pair.to(tl.int64) * G + head)[:, None] * DK
-            dq = tl.dot(tl.trans(ds), k_low, input_precision=PRECISION) * scale
-            dq = dq.to(dq_ptr.dtype.element_ty)
-            tl.store(dq_row + low, dq, mask=valid[:, None] & (low < DK))
-            if HIGH > 0:
-                dq = tl.dot(tl.trans(ds), k_high, input_precision=PRECISION) * scale
+            if OF_QUERIES:
+                dq_row = dq_ptr + (pair.to(tl.int64) * G + head)[:, None] * DK
+                dq = tl.dot(tl.trans(ds), k_low, input_precision=PRECISION) * scale
                 dq = dq.to(dq_ptr.dtype.element_ty)
-                tl.store(dq_row + high, dq, mask=valid[:, None] & (high < DK))
+                tl.store(dq_row + low, dq, mask=valid[:, None] & (low < DK))
+                if HIGH > 0:
+                    dq = tl.dot(tl.trans(ds), k_high, input_precision=PRECISION) * scale
+                    dq = dq.to(dq_ptr.dtype.element_ty)
+                    tl.store(dq_row + high, dq, mask=valid[:, None] & (high < DK))
 
         # An only replica adds to the gradients of earlier chunks; several replicas store theirs for sum_shared.
         slot = tl.load(replicas_ptr + 3 * num_replicas)
