@@ -161,9 +161,9 @@ def groups() -> Rows:
     return [*rows, ["16, FlexAttention ([h200.json](h200.json))", *times, f"{allocated:.1f} GiB"]]
 
 
-def msa() -> Rows:
-    points, sizes = points_by("msa_h200", "name", "seq_len"), (8192, 32768, 131072)
-    names = "MSA with loss", "MSA", "cuDNN SDPA"
+def selector(name: str) -> Rows:
+    points, sizes = points_by(f"{name.lower()}_h200", "name", "seq_len"), (8192, 32768, 131072)
+    names = f"{name} with loss", name, "cuDNN SDPA"
     rows = ([name, *(passes(points[name, length]) for length in sizes)] for name in names)
     return [
         ["", *lengths(sizes)],
@@ -173,7 +173,8 @@ def msa() -> Rows:
 
 
 TABLES = {
-    "MSA": msa,
+    "MSA": partial(selector, "MSA"),
+    "QSA": partial(selector, "QSA"),
     "attention": partial(attention, passes),
     "attention, both passes": partial(attention, lambda point: f"{total(point):.1f}"),
     "crossovers": crossovers,

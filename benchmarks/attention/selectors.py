@@ -1,8 +1,10 @@
-"""MSA at the sizes of MiniMax-M3: correctness, then time and memory of a step and of its parts, and of dense attention.
+"""MSA or QSA at released sizes: correctness, then time and memory of a step, of its parts, and of dense attention.
 
-    python -m benchmarks attention.msa --json benchmarks/results/msa_h200.json              # about 2 minutes on an H200
-    python -m benchmarks attention.msa --device cpu --tiny --lengths 300 --json msa.json    # rehearse
+    python -m benchmarks attention.selectors --json benchmarks/results/msa_h200.json        # about 2 minutes on an H200
+    python -m benchmarks attention.selectors --selector qsa --json benchmarks/results/qsa_h200.json
+    python -m benchmarks attention.selectors --device cpu --tiny --lengths 300 --json msa.json    # rehearse
 
+MSA has the sizes of MiniMax-M3 (64 query and 4 key heads of 128), QSA those of Qwen's ``qwen4_exp`` (16 and 2 of 256).
 A step is selection and attention, forward and backward; the loss compares 256 queries of each sequence.
 """
 
@@ -22,11 +24,24 @@ from benchmarks.harness.session import Session
 from benchmarks.harness.setting import Setting, published
 from benchmarks.harness.workloads import Maker, Workload, dense_inputs, sdpa
 from flexnsa import NSAConfig, select_blocks, selected_attention, selection_loss
+from flexnsa.config import num_compressed
+
+SIZES: dict[str, dict[str, Any]] = {
+    "msa": {"config": NSAConfig.msa()},
+    "qsa": {"config": NSAConfig.qsa(), "num_heads": 16, "num_kv_heads": 2, "head_dim": 256},
+}
+TINY = {
+    "msa": {"config": NSAConfig.msa(select_block_size=16, num_selected_blocks=4)},
+    "qsa": {"config": NSAConfig.qsa(num_selected_blocks=20)},
+}
 
 
 def inputs(setting: Setting, length: int) -> tuple[Tensor, ...]:
-    """Random q, k and v, an index query for each key head, and one index key."""
-    return *dense_inputs(setting, length), setting.draw(setting.num_kv_heads, length), setting.draw(1, length)
+    """Random q, k and v, index queries of each key head, and one head of index keys."""
+    scoring = setting.config.scoring
+    index = replace(setting, head_dim=min(128, setting.head_dim))
+    queries = index.draw(setting.num_kv_heads * (scoring.index_heads or 1), length)
+    return *dense_inputs(setting, length), queries, index.draw(1, num_compressed(length, scoring))
 
 
 def step(setting: Setting, length: int, *, loss: bool = False, **given: Any) -> Workload:
@@ -37,11 +52,11 @@ def step(setting: Setting, length: int, *, loss: bool = False, **given: Any) -> 
         blocks = given.get("blocks")
         if blocks is None:
             blocks = select_blocks(q, None, q_index=q_index, k_index=k_index, **of)
-        out = selected_attention(q, k, v, blocks, **of)[0]
+        out = selected_attention(q, k, v, blocks.expand(-1, k.shape[1], -1, -1), **of)[0]
         return out + selection_loss(q, k, k_index, q_index=q_index, **of).to(out.dtype) if loss else out
 
     tensors = given.get("tensors") or inputs(setting, length)
-    return Workload("MSA", setting.compile(attend), tensors, tensors if loss else tensors[:3])
+    return Workload("selector", setting.compile(attend), tensors, tensors if loss else tensors[:3])
 
 
 def select(setting: Setting, length: int) -> Workload:
@@ -52,12 +67,14 @@ def select(setting: Setting, length: int) -> Workload:
     return Workload("selection", call, (q, *index), ())
 
 
-MAKERS: dict[str, Maker] = {
-    "MSA": step,
-    "MSA with loss": lambda setting, length: step(setting, length, loss=True),
-    "selection": select,
-    "cuDNN SDPA": sdpa("cuDNN SDPA", SDPBackend.CUDNN_ATTENTION),
-}
+def makers(selector: str) -> dict[str, Maker]:
+    """What is timed, by name."""
+    return {
+        selector.upper(): step,
+        f"{selector.upper()} with loss": lambda setting, length: step(setting, length, loss=True),
+        "selection": select,
+        "cuDNN SDPA": sdpa("cuDNN SDPA", SDPBackend.CUDNN_ATTENTION),
+    }
 
 
 def check(setting: Setting, length: int) -> dict[str, float]:
@@ -81,15 +98,15 @@ def check(setting: Setting, length: int) -> dict[str, float]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = options.parser(__doc__, seconds=280, lengths=[32768, 8192, 131072], rounds=5, tiny=False)
+    parser.add_argument("--selector", default="msa", choices=SIZES, help="default: %(default)s")
     arguments = parser.parse_args(argv)
-    setting = published(arguments.device, tiny=arguments.tiny)
-    sizes = {"select_block_size": 16, "num_selected_blocks": 4} if arguments.tiny else {}
-    setting = replace(setting, config=NSAConfig.msa(**sizes))
+    sizes = (TINY if arguments.tiny else SIZES)[arguments.selector]
+    setting = replace(published(arguments.device, tiny=arguments.tiny), **sizes)
     recording = options.open_recording(arguments, __doc__)
     recording.note(setting=setting.to_dict(), errors=check(setting, 300 if arguments.tiny else 3001))
     session = Session(setting, recording, arguments.seconds)
     for length in arguments.lengths:
-        session.race("msa", MAKERS, length, arguments.rounds)
+        session.race(arguments.selector, makers(arguments.selector), length, arguments.rounds)
     recording.save()
 
 
