@@ -77,16 +77,11 @@ def test_the_first_steps_of_each_length_took_what_was_recorded() -> None:
 
 
 def test_what_is_said_of_8k_is_what_was_recorded() -> None:
-    models: dict[tuple[bool, bool], list[Any]] = {}
-    for point in points_by("stages_8k_h200", "model", "lr").values():
-        kind = point["model"].startswith("nsa"), "8 blocks" in point["model"]
-        models.setdefault(kind, []).append(point)
-    dense, later, few = (min(of, key=lambda point: point["report 8k"]["mean"]) for _, of in sorted(models.items()))
-    bits = [point["report 8k"]["mean"] for point in (dense, later, few)]
-    more = few["steps"][1] / dense["steps"][1] - 1
-    page = words_of("docs/learning.md")
-    assert f"{bits[0]:.4f} bits after 440 seconds, *dense first, then indexers* {bits[1]:.4f} in as many steps" in page
-    assert f"{bits[2]:.4f} with 8 blocks in {100 * more:.0f} % more at 8k" in page
+    points = points_by("stages_8k_h200", "model", "lr").items()
+    kinds = "nsa, dense until 0.8, then indexers", "dense", LATER
+    late, dense, later = (min(x["report 8k"]["mean"] for (model, _), x in points if model == kind) for kind in kinds)
+    said = f"{late:.4f} bits; a dense model {dense:.4f}; *dense first, then indexers* {later:.4f}"
+    assert said in words_of("docs/learning.md")
 
 
 def test_what_sharing_an_index_costs_is_what_was_recorded() -> None:

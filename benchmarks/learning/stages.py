@@ -72,6 +72,8 @@ class Variant(NamedTuple):
     """Whether indexers learn in a dense stage."""
     first_rate: float = 1.0
     """Learning rate of the first stage, in learning rates of the job."""
+    cut: float = 0.0
+    """Share of the seconds after which a stage begins within the one that would last longer; 0 for none."""
 
 
 NSA = {
@@ -84,6 +86,8 @@ NSA = {
     "nsa, dense first, 32 blocks": Variant(("slc",), 1, num_selected_blocks=32),
     "nsa, dense first, then indexers": Variant(("slc",), 1, taught_densely=False),
     "nsa, dense first, then indexers, 8 blocks": Variant(("slc",), 1, num_selected_blocks=8, taught_densely=False),
+    "nsa, dense until 0.6, then indexers": Variant(("slc",), 2, taught_densely=False, cut=0.6),
+    "nsa, dense until 0.8, then indexers": Variant(("slc",), 2, taught_densely=False, cut=0.8),
     "nsa, dense first 1.5, then indexers": Variant(("slc",), 1, taught_densely=False, first_rate=1.5),
     "nsa, dense first 1.5, then indexers, 8 blocks": Variant(
         ("slc",), 1, num_selected_blocks=8, taught_densely=False, first_rate=1.5
@@ -98,6 +102,16 @@ def stages_until(ends: int) -> tuple[tuple[int, float], ...]:
     stages = [(length, share) for length, share in STAGES if length <= ends]
     total = sum(share for _, share in stages)
     return tuple((length, round(share / total, 4)) for length, share in stages)
+
+
+def cut_at(stages: Sequence[tuple[int, float]], cut: float) -> list[tuple[int, float]]:
+    """Cut the stage that lasts longer than a share of all seconds in two."""
+    parts, begin = list[tuple[int, float]](), 0.0
+    for length, share in stages:
+        first = cut - begin
+        parts += [(length, first), (length, share - first)] if 0 < first < share else [(length, share)]
+        begin += share
+    return parts
 
 
 def config_of(name: str, *, tiny: bool) -> DecoderConfig:
@@ -163,7 +177,8 @@ class StagedRun:
         self.job, self.report, self.device = job, report, torch.device(job["device"])
         self.variant = VARIANTS[job["model"]]
         tiny, cuda = job["tiny"], self.device.type == "cuda"
-        self.stages = [(length // (128 if tiny else 1), share) for length, share in job.get("stages", STAGES)]
+        stages = cut_at(job.get("stages", STAGES), self.variant.cut)
+        self.stages = [(length // (128 if tiny else 1), share) for length, share in stages]
         self.tokens = TOKENS // (128 if tiny else 1)
         self.text = read_text(Path(job["text"]), tiny=tiny)
         self.model = model_of(job["model"], job["seed"], tiny=tiny).to(self.device)
