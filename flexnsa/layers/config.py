@@ -126,3 +126,36 @@ def check_indexer(nsa: NSAConfig, index_rank: int | None, branches: Sequence[str
         raise ValueError(f"index_rank: expected None with index_score={nsa.index_score!r}, got {index_rank}")
     if group % heads:
         raise ValueError(f"index_heads: expected a divisor of the {group} query heads of a key head, got {heads}")
+
+
+def leaders_of(share_index: int | Sequence[int], num_layers: int, nsa: NSAConfig) -> tuple[int, ...]:
+    """Return for each layer the number of the layer whose index it reads, its own or that of one before.
+
+    Args:
+        share_index: ``k``: layers 0, ``k``, ``2k`` ... lead, and the others read the index of the nearest leader before
+            them; or the numbers to return, one for each layer, counted from 0.
+        num_layers: layers that share, in their order.
+        nsa: sizes of the layers.
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: there are more or fewer numbers than layers, one is of a later layer or of one that itself reads
+            another's, or the layers have no indexer to share.
+    """
+    if isinstance(share_index, int):
+        primitives.check_positive_int("share_index", share_index)
+        leaders = tuple(number - number % share_index for number in range(num_layers))
+    else:
+        primitives.check_type("share_index", share_index, Sequence)
+        leaders = tuple(share_index)
+        for leader in leaders:
+            primitives.check_int("share_index", leader, 0)
+        if len(leaders) != num_layers:
+            raise ValueError(f"share_index: expected a number for each of {num_layers} layers, got {len(leaders)}")
+        for number, leader in enumerate(leaders):
+            if leader > number or leaders[leader] != leader:
+                expected = "its own number or that of a layer before that reads its own index"
+                raise ValueError(f"share_index: expected for layer {number} {expected}, got {leader}")
+    if leaders != tuple(range(num_layers)) and nsa.index_heads is None:
+        raise ValueError(f"share_index: expected 1 without an indexer (index_heads), got {share_index}")
+    return leaders

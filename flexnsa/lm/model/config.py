@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from flexnsa.checks.calls import check_branches
 from flexnsa.checks.scorers import check_masses
 from flexnsa.config import NSAConfig
-from flexnsa.layers.config import LayerConfig
+from flexnsa.layers.config import LayerConfig, leaders_of
 from flexnsa.layers.presets import PAPER, text
 from flexnsa.primitives import check_choice, check_head_counts, check_int, check_positive_int, check_type, describe
 
@@ -47,40 +46,6 @@ def _read_range(value: Any, num_layers: int) -> range | None:
     if isinstance(value, str) and (every := _EVERY.fullmatch(value)):
         return range(0, num_layers, int(every[1]))
     return None
-
-
-def leaders_of(share_index: int | Sequence[int], num_layers: int, nsa: NSAConfig) -> tuple[int, ...]:
-    """Return for each layer the number of the layer whose index it reads, its own or that of one before.
-
-    Args:
-        share_index: ``k``: layers 0, ``k``, ``2k`` ... lead, and the others read the index of the nearest leader before
-            them; or the numbers to return, one for each layer, counted from 0.
-        num_layers: layers that share, in their order.
-        nsa: sizes of the layers.
-
-    Raises:
-        TypeError: it is neither.
-        ValueError: there are more or fewer numbers than layers, one is of a later layer or of one that itself reads
-            another's, or the layers have no indexer to share.
-    """
-    if isinstance(share_index, int):
-        check_positive_int("share_index", share_index)
-        leaders = tuple(number - number % share_index for number in range(num_layers))
-    else:
-        if not isinstance(share_index, Sequence):
-            raise TypeError(f"share_index: expected an int or a sequence of them, got {describe(share_index)}")
-        leaders = tuple(share_index)
-        for leader in leaders:
-            check_int("share_index", leader, 0)
-        if len(leaders) != num_layers:
-            raise ValueError(f"share_index: expected a number for each of {num_layers} layers, got {len(leaders)}")
-        for number, leader in enumerate(leaders):
-            if leader > number or leaders[leader] != leader:
-                expected = "its own number or that of a layer before that reads its own index"
-                raise ValueError(f"share_index: expected for layer {number} {expected}, got {leader}")
-    if leaders != tuple(range(num_layers)) and nsa.index_heads is None:
-        raise ValueError(f"share_index: expected 1 without an indexer (index_heads), got {share_index}")
-    return leaders
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
