@@ -47,6 +47,23 @@ class SharedIndex(NamedTuple):
     k: Tensor | None = None
 
 
+class PassedIndex:
+    """Where a layer leaves its index for those that follow it, in a model that hands on hidden states alone."""
+
+    index: SharedIndex | None = None
+
+    def put(self, index: SharedIndex | None) -> None:
+        """Leave an index. What backward runs again leaves none: layers read what they read in forward."""
+        if backward_pass() == -1:
+            self.index = index
+
+    def get(self, x: Tensor) -> SharedIndex:
+        """Return the index, on the device of ``x``."""
+        if self.index is None:
+            raise ValueError("index: expected that of the layer that this one follows, got None")
+        return SharedIndex._make(each if each is None else each.to(x.device) for each in self.index)
+
+
 class Indexer(nn.Module):
     """Maps a layer's input, queries and keys to index queries and raw index keys, without a gradient to any of them.
 

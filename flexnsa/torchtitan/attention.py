@@ -15,7 +15,7 @@ from flexnsa.layers.compression import COMPRESSORS, LinearCompressor, MeanCompre
 from flexnsa.layers.core import Compressors, Heads
 from flexnsa.layers.forward import Attention, SparseLayer, run_layer
 from flexnsa.layers.gating import gates_of
-from flexnsa.layers.indexer import Indexer
+from flexnsa.layers.indexer import Indexer, PassedIndex
 from flexnsa.layers.layouts import RowLayout, lay_out_rows
 from flexnsa.layers.presets import GATE_LIMIT, StartingGate
 from flexnsa.layers.projection import split_heads
@@ -41,6 +41,7 @@ class NSAttention(SparseLayer, GQAttention):
         """As of the dense layer, with the options of the override."""
 
         options: Options
+        leader: int | None = None
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -48,6 +49,8 @@ class NSAttention(SparseLayer, GQAttention):
         self.options, self.is_interleaved = options, isinstance(self.rope, ComplexRoPE)
         self.ranks: SharingRanks | None = None
         self.teaching: Teaching | None = None
+        self.leader, self.follows = config.leader, config.leader is not None
+        self.passed = PassedIndex()
         has_bias = "wk.bias" in self.qkv_linear.state_dict()
         for name in _copies(options):
             self.add_module(name, nn.Linear(config.dim, self.n_kv_heads * self.head_dim, bias=has_bias))
@@ -59,7 +62,7 @@ class NSAttention(SparseLayer, GQAttention):
         elif not options.has_indexer:
             self.compress_k = MeanCompressor(*shape, config=options.sizes)
         self.indexer: Indexer | None = None
-        if options.has_indexer:
+        if options.has_indexer and not self.follows:
             kinds: dict[str, Any] = {"config": options.sizes, "compression": options.compression}
             self.indexer = Indexer(config.dim, *shape, rank=options.index_rank, **kinds)
         # With all branches: an optimizer that has never met a gradient of a parameter saves no state for it.
@@ -76,18 +79,21 @@ class NSAttention(SparseLayer, GQAttention):
         """Attend within each document of ``x_BLD (B, S, dim)``; arguments as of the dense layer.
 
         Raises:
-            ValueError: positions restart without ``packed``, or an indexer in training has no teaching.
+            ValueError: positions restart without ``packed``, or the run has not the override's metrics.
         """
         x = local(x_BLD)
         layout = self._lay_out(x, positions)
         heads, teaching = self._project(x_BLD, x), self._teaching_now()
+        index = self.passed.get(x) if self.follows else None
         if teaching is None:
-            out, _ = run_layer(self, x, heads=heads, layout=layout)
+            out, chosen = run_layer(self, x, heads=heads, layout=layout, index=index)
         else:
             selection = teaching.selection(x)
-            over = () if self.ranks is None else (OverTokens(self.ranks),)
-            out, _ = run_layer(self, x, heads=heads, layout=layout, selection=selection, losses_over=over)
+            options: dict[str, Any] = {"losses_over": () if self.ranks is None else (OverTokens(self.ranks),)}
+            out, chosen = run_layer(self, x, heads=heads, layout=layout, selection=selection, index=index, **options)
             out = teaching.attach(out, selection, x.shape[1] * layout.num_ranks)
+        if self.options.share_index != 1 and not self.follows:
+            self.passed.put(chosen)
         return self.wo(as_heads(out, x_BLD))
 
     def _project(self, x_BLD: Tensor, x: Tensor) -> Heads:
@@ -193,7 +199,7 @@ class NSAttention(SparseLayer, GQAttention):
         return cast("nn.Linear", self.get_submodule(name))
 
     def _teaching_now(self) -> Teaching | None:
-        if self.indexer is None or not self.training or not torch.is_grad_enabled():
+        if not self.options.has_indexer or not self.training or not torch.is_grad_enabled():
             return None
         if self.teaching is None:
             raise ValueError("metrics: expected the override's, which teach a layer with an indexer, got others")

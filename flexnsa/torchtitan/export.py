@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torchtitan.config.override import apply_overrides
 from torchtitan.trainer import Trainer
 
-from flexnsa.config import NSAConfig
 from flexnsa.files import replaced, write_whole
+from flexnsa.layers.config import BranchOptions
 from flexnsa.primitives import describe
 from flexnsa.torchtitan.attention import NSAttention
 from flexnsa.torchtitan.options import Options
@@ -126,14 +126,8 @@ def _is_kept(name: str) -> bool:
 
 def _config(dense: Mapping[str, Any], options: Options) -> dict[str, Any]:
     """Return the config of the converted model."""
-    sizes = {field.name: getattr(options.sizes, field.name) for field in fields(NSAConfig)}
-    chosen = {
-        "branches": list(options.branches),
-        "impl": options.impl,
-        "recompute": list(options.recompute),
-        "index_rank": options.index_rank,
-        **sizes,
-    }
+    names = (*(field.name for field in fields(BranchOptions)), "share_index")
+    chosen = {name: getattr(options, name) for name in names} | asdict(options.sizes)
     kept = {name: value for name, value in dense.items() if name != "torch_dtype"}
     return {
         **kept,

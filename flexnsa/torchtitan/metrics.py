@@ -64,15 +64,15 @@ class NSAMetrics(MetricsProcessor):
 
     def _begin(self) -> Tensor:
         """Give the layers what they have to know of the run, and return the step that they all read."""
-        layers = [
-            layer for part in self.model_parts or () for layer in part.modules() if isinstance(layer, NSAttention)
-        ]
+        modules = (module for part in self.model_parts or () for module in part.modules())
+        layers = [module for module in modules if isinstance(module, NSAttention)]
         step = torch.zeros((), dtype=torch.int64, device=device_type)
         mesh = self.parallel_dims.get_optional_mesh("cp")
         ranks = None if mesh is None else SharingRanks.of(mesh)
         for layer in layers:
             layer.ranks = ranks
-            if layer.indexer is not None:
+            layer.passed = layer.passed if layer.leader is None else layers[layer.leader].passed
+            if self.has_indexers:
                 heads = layer.n_kv_heads * self.parallel_dims.tp
                 layer.teaching = Teaching(layer.options, num_heads=heads, sequences=self.sequences, step=step)
                 self.taught.append(layer.teaching)

@@ -25,6 +25,7 @@ class Options(BranchOptions):
         compression: how blocks are compressed: ``mean``, ``linear`` or ``mlp``; learned ones start as the mean.
         shared_keys: the compressed branch compresses the selected branch's keys instead of keys of its own.
         layers: ``all``, or patterns of the layers to replace, such as ``layers.[0-3].*``; the others stay dense.
+        share_index: whose index each NSA layer reads, see :func:`flexnsa.layers.config.leaders_of`.
         packed: rows may hold several documents, which positions that restart at 0 separate; False: each row is one.
         warmup: the selected branch attends to all past tokens, and indexers alone learn, from the shares of all blocks.
         selection_loss_weight: factor on the loss that teaches indexers.
@@ -42,6 +43,7 @@ class Options(BranchOptions):
     compression: str = "linear"
     shared_keys: bool = False
     layers: str | tuple[str, ...] = "all"
+    share_index: int | Sequence[int] = 1
     packed: bool = True
     warmup: bool = False
     selection_loss_weight: float = 1.0

@@ -19,7 +19,7 @@ from torchtitan.models.common.attention import FusedQKVLinear, GQAttention, QKVL
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE
 
-from flexnsa.layers.config import LayerConfig
+from flexnsa.layers.config import LayerConfig, leaders_of
 from flexnsa.primitives import describe
 from flexnsa.torchtitan.attention import NSAttention
 from flexnsa.torchtitan.checkpointing import KeepingSelection
@@ -111,7 +111,9 @@ def _(part: GQAttention.Config, name: str, plan: Plan) -> GQAttention.Config:
     )
     # torchtitan makes a mask of all tokens if the first layer's attention asks for one. NSA does not read it.
     inner = part.inner_attention if plan.dense else ScaledDotProductAttention.Config()
-    return derive(part, NSAttention.Config, options=plan.options, inner_attention=inner)
+    leader = leaders_of(plan.options.share_index, len(plan.replaced), plan.options.sizes)[plan.replaced.index(name)]
+    leader = None if plan.replaced[leader] == name else leader
+    return derive(part, NSAttention.Config, options=plan.options, leader=leader, inner_attention=inner)
 
 
 @adapted.register
@@ -153,6 +155,9 @@ def _(part: ParallelismConfig, name: str, plan: Plan) -> ParallelismConfig:
     if part.pipeline_parallel_degree > 1 and part.pipeline_parallel_schedule.lower() in SPLIT_BACKWARD:
         got = repr(part.pipeline_parallel_schedule)
         raise ValueError(f"{name}.pipeline_parallel_schedule: expected one that runs backward at once, got {got}")
+    if part.pipeline_parallel_degree > 1 and plan.options.share_index != 1:
+        got = plan.options.share_index
+        raise ValueError(f"share_index: expected 1 with pipeline stages, which hand on no index, got {got}")
     if shares_tokens and plan.options.warmup:
         raise ValueError("warmup: expected False where ranks share tokens, which attend to chosen blocks, got True")
     if shares_tokens:

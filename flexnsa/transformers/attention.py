@@ -33,7 +33,8 @@ from flexnsa.transformers.rotary import Rotary
 from flexnsa.transformers.softmax import Softmax
 from flexnsa.transformers.structure import Parts, copy_module, normed_heads
 
-MADE_FOR = ("branches", "index_rank", "rotary", "softcap", "compress_block_size", "compress_stride", *INDEX_FIELDS)
+MADE_FOR = ("branches", "index_rank", "share_index", "rotary", "softcap", *INDEX_FIELDS)
+MADE_FOR += ("compress_block_size", "compress_stride")
 """Options that parameters are made for; all others may change at any time."""
 
 
@@ -48,15 +49,17 @@ class ConvertedAttention(SparseLayer):
         dense: the layer. Its modules become those of the new one; see :class:`flexnsa.transformers.structure.Parts`.
         rotary: the model's rotary embedding, if it has one.
         options: how to attend.
+        leader: the ``layer_idx`` of the layer whose index it reads, if not its own.
 
     Raises:
         ValueError: an option of the indexer does not fit the layer.
     """
 
-    def __init__(self, dense: Any, rotary: nn.Module | None, options: LayerOptions) -> None:
+    def __init__(self, dense: Any, rotary: nn.Module | None, options: LayerOptions, leader: int | None = None) -> None:
         super().__init__()
         config, parts = dense.config, Parts.of(dense)
         self.config, self.layer_idx, self.options = config, dense.layer_idx, options
+        self.leader, self.follows = leader, leader not in (None, dense.layer_idx)
         self.head_dim, self.scaling = parts.head_dim, parts.scale
         self.num_heads, self.num_kv_heads = parts.num_heads, parts.num_kv_heads
         sizes, rank = options.sizes, options.index_rank
@@ -77,7 +80,7 @@ class ConvertedAttention(SparseLayer):
         self.gate = StartingGate(dim, self.num_heads, options.branches) if several else None
         self.rotary_emb = Rotary(rotary, options.rotary_of(dense.layer_idx), layer_type(dense), self.head_dim)
         self.indexer: Indexer | None = None
-        if sizes.index_heads is not None:  # last, as in the library's own layer
+        if sizes.index_heads is not None and not self.follows:  # last, as in the library's own layer
             self.indexer = INDEXERS[sizes.index_score](dim, *shape, config=sizes, compression="linear", rank=rank)
             self.indexer.order = self.rotary_emb.order
         like = weight_of(dense)
@@ -102,6 +105,7 @@ class ConvertedAttention(SparseLayer):
         cu_seq_lens_q: Tensor | None = None,
         new_lengths: Tensor | None = None,
         selection: SelectionLoss | None = None,
+        shared_index: Any = None,
         **_: object,
     ) -> tuple[Tensor, None]:
         """Attend within sequences ``(B, T, dim)``, or from tokens that follow those of a cache; see the dense layer.
@@ -123,17 +127,20 @@ class ConvertedAttention(SparseLayer):
         )
         x = rows.align(hidden_states, dim=1)
         mods = Softmax(limit=self.options.softcap).score_mod, None
+        index = shared_index[self.leader].get(x) if self.follows else None
         if layer is None:
             packed = given_positions is not None or cu_seq_lens_q is not None  # the model's own positions never restart
             documents = rows.documents if packed else None
-            out, _index = run_layer(self, x, mods=mods, document_ids=documents, selection=selection)
+            out, chosen = run_layer(self, x, mods=mods, document_ids=documents, selection=selection, index=index)
         else:
             kept = self._kept(x)
             cache = layer.prepare(partial(NSACache, **kept), batch_size, num_tokens)
             cache.require(**kept)
             rows.check_cache(cache.lengths)
-            out, _index = run_layer(self, x, mods=mods, cache=cache, lengths=rows.num_valid)
+            out, chosen = run_layer(self, x, mods=mods, cache=cache, lengths=rows.num_valid, index=index)
             layer.seen += num_tokens
+        if shared_index and self.layer_idx in shared_index:
+            shared_index[self.layer_idx].put(chosen)
         out = out if self.out_gate is None else out * self.out_gate(x).sigmoid()
         return rows.restore(self.o_proj(out), dim=1), None
 
@@ -171,9 +178,9 @@ class ConvertedAttention(SparseLayer):
             return None
         factor = 1.0 if self.gate is None else GATE_LIMIT
 
-        def run(lengths: Tensor | None, _blocks: Tensor | None) -> tuple[Tensor, Tensor | None]:
-            out, blocks = take_step(self.step_inputs(x, cache, lengths))
-            return out * factor, blocks
+        def run(lengths: Tensor | None, blocks: Tensor | None) -> tuple[Tensor, Tensor | None]:
+            out, chosen = take_step(self.step_inputs(x, cache, lengths, blocks))
+            return out * factor, chosen
 
         return run
 
@@ -214,7 +221,8 @@ class ConvertedAttention(SparseLayer):
     def _kept(self, x: Tensor) -> dict[str, Any]:
         """Return the sizes of a cache for tokens like these."""
         of_layer = {"num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim, "config": self.options.sizes}
-        return of_layer | {"branches": self.options.branches, "dtype": computed_dtype(x), "device": x.device}
+        of_layer |= {"branches": self.options.branches, "follows": self.follows}
+        return of_layer | {"dtype": computed_dtype(x), "device": x.device}
 
     def takes_step(self, x: Tensor, cache: NSACache) -> bool:
         """Return whether kernels that take a whole step rotate heads and weigh scores and branches as this layer."""
@@ -222,7 +230,7 @@ class ConvertedAttention(SparseLayer):
         rotates = self.rotary_emb.step_frequencies(x) is not None
         return plain and rotates and fits_step(x, cache, self._compressors())
 
-    def step_inputs(self, x: Tensor, cache: NSACache, lengths: Tensor | None) -> StepInputs:
+    def step_inputs(self, x: Tensor, cache: NSACache, lengths: Tensor | None, blocks: Tensor | None) -> StepInputs:
         """Project new tokens; what a kernel that takes a whole step wants to know."""
         heads, branches = self.project(x), self.options.branches
         frequencies, rope_scale = given(self.rotary_emb.step_frequencies(x))
@@ -246,4 +254,5 @@ class ConvertedAttention(SparseLayer):
             scale=self.scaling,
             frequencies=frequencies,
             rope_scale=rope_scale,
+            block_indices=blocks,
         )

@@ -13,7 +13,7 @@ from torch import nn
 from flexnsa.attention.interface import given
 from flexnsa.checks.calls import check_branches
 from flexnsa.config import NSAConfig
-from flexnsa.layers.config import BranchOptions
+from flexnsa.layers.config import BranchOptions, leaders_of
 from flexnsa.primitives import check_type, describe
 from flexnsa.transformers.attention import ConvertedAttention
 from flexnsa.transformers.choice import LAYERS
@@ -55,7 +55,9 @@ def convert(model: Any, config: NSAConfig | None = None, *, copy: bool = True, *
         config: sizes of the branches; None, and no ``branches``, for a model that selects blocks itself.
         copy: convert a copy; otherwise the model itself, so that no parameter is in memory twice.
         options: ``branches``, ``impl``, ``recompute`` and ``index_rank``, the fields of
-            :class:`flexnsa.layers.config.BranchOptions`.
+            :class:`flexnsa.layers.config.BranchOptions`; and ``share_index``, layers for each indexer: of ``k``, the
+            first has it, and the others attend to the blocks that it chose. Or, for each layer, the number of the one
+            whose index it reads. Both count the converted layers alone, from 0.
 
     Returns:
         A model of a class of its own, frozen where the dense one is. Once saved, AutoModelForCausalLM loads it.
@@ -71,14 +73,16 @@ def convert(model: Any, config: NSAConfig | None = None, *, copy: bool = True, *
     dense = dense_class(model)
     own = selecting_sizes(model.config)
     if own is not None:
-        for name, value in {"config": config, "branches": options.get("branches")}.items():
+        for name, value in {"config": config, **{x: options.get(x) for x in ("branches", "share_index")}}.items():
             if value is not None:
                 raise ValueError(f"{name}: expected None for a model that selects blocks itself, got {describe(value)}")
         config, options["branches"] = own, ("slc",)
     check_type("config", config, NSAConfig)
     config = given(config)
+    leaders = leaders_of(options.pop("share_index", 1), len(full_layers(model)), config)
     chosen = asdict(BranchOptions(**options))
     chosen |= {"branches": list(check_branches(chosen["branches"])), "recompute": list(chosen["recompute"])}
+    chosen |= {"share_index": [*leaders] if len({*leaders}) < len(leaders) else None}
     chosen |= {field.name: getattr(config, field.name) for field in fields(config)}
     chosen |= _read(model, own)
     written = {name: value for name, value in chosen.items() if value is not None}

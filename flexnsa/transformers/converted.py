@@ -12,7 +12,8 @@ from transformers.initialization import copy_, zeros_
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from flexnsa.layers.indexer import Change, SelectionLoss, check_selection
+from flexnsa.layers.config import leaders_of
+from flexnsa.layers.indexer import Change, PassedIndex, SelectionLoss, check_selection
 from flexnsa.layers.presets import starting_values
 from flexnsa.transformers.attention import ConvertedAttention
 from flexnsa.transformers.cache import MOST_DRAFTED, FlexNSACache, choose_cache
@@ -28,7 +29,7 @@ from flexnsa.transformers.softmax import Softmax
 from flexnsa.transformers.teaching import SelectionLossHook
 from flexnsa.transformers.unsupported import asks_for_attention, refuse_attentions
 
-OF_NSA = ("given_positions", "new_lengths", "selection")
+OF_NSA = ("given_positions", "new_lengths", "selection", "shared_index")
 """Arguments that the model hands to all of its layers for those that are NSA."""
 
 
@@ -137,6 +138,7 @@ class ConvertedModel(ConvertedPreTrainedModel):
             use_cache=cache is not None,
             given_positions=position_ids,  # those that the model counts itself never restart
             selection=taught,
+            shared_index={layer.leader: PassedIndex() for layer in layers if layer.follows},
             **kwargs,
         )
         if selection is not None and taught is not None:
@@ -227,7 +229,10 @@ def convert_layers(model: Any, options: LayerOptions) -> dict[str, ConvertedAtte
     Raises:
         ValueError: a layer cannot be converted; the message names what does not fit.
     """
-    return {name: ConvertedAttention(dense, rotary_of(model, name), options) for name, dense in full_layers(model)}
+    layers, made = full_layers(model), dict[str, ConvertedAttention]()
+    for (name, dense), leader in zip(layers, leaders_of(options.share_index, len(layers), options.sizes), strict=True):
+        made[name] = ConvertedAttention(dense, rotary_of(model, name), options, layers[leader][1].layer_idx)
+    return made
 
 
 def take_layers(model: Any, layers: Mapping[str, nn.Module]) -> None:

@@ -71,6 +71,7 @@ class LayerOptions(BranchOptions):
         local: as of :class:`DropInOptions`.
         rotary: how heads are rotated, one of :data:`flexnsa.transformers.rotary.STYLES`, or one for each layer.
         softcap: scores are kept within it of 0.
+        share_index: whose index each layer reads, see :func:`flexnsa.layers.config.leaders_of`.
     """
 
     sizes: NSAConfig = NSAConfig()  # noqa: RUF009  (frozen)
@@ -78,6 +79,7 @@ class LayerOptions(BranchOptions):
     local: str | None = None
     rotary: str | tuple[str, ...] = STYLES[0]
     softcap: float | None = None
+    share_index: int | Sequence[int] = 1
 
     def __post_init__(self) -> None:
         BranchOptions.__post_init__(self)

@@ -171,8 +171,9 @@ def recall(model: Any, input_ids: Tensor) -> Tensor:
 
     def compare(layer: ConvertedAttention, _: Any, options: dict[str, Any]) -> None:
         x = options["hidden_states"]
-        layout = layer.row_layout(x, None)
-        _, read = layer.attend(x, layer.project(x, rows=True), layout, RowKeys(), (None, None), cached=False)
+        index = options["shared_index"][layer.leader].get(x) if layer.follows else None
+        heads, layout = layer.project(x, rows=True), layer.row_layout(x, None)
+        _, read = layer.attend(x, heads, layout, RowKeys(), (None, None), cached=False, index=index)
         keys, blocks = given(read.keys.k_slc), given(read.block_indices)
         recalls.append(selection_recall(read.q, keys, blocks, config=layer.options.sizes, scale=layer.scaling))
 

@@ -11,9 +11,9 @@ from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
-from vllm.model_executor.models.utils import WeightsMapper
+from vllm.model_executor.models.utils import WeightsMapper, extract_layer_index
 
-from flexnsa.layers.config import LayerConfig
+from flexnsa.layers.config import LayerConfig, leaders_of
 from flexnsa.layers.presets import GATE_LIMIT
 from flexnsa.transformers.options import LayerOptions
 from flexnsa.vllm.layer import Attention
@@ -36,6 +36,8 @@ class ConvertedAttention(Attention):
 
     def __init__(self, dense: Any, options: LayerOptions, tables: Tensor, vllm_config: VllmConfig) -> None:
         name, branches = dense.attn.layer_name, options.branches
+        number, count = extract_layer_index(name), vllm_config.model_config.hf_config.num_hidden_layers
+        leader, prefix = leaders_of(options.share_index, count, options.sizes)[number], name.rpartition(".")[0]
         del vllm_config.compilation_config.static_forward_context[name]  # else vLLM keeps pages for it
         gated = branches if len(branches) > 1 else ()
         gates = {tag: GATE_LIMIT * (1.0 if tag == "slc" else options.opening) for tag in gated}
@@ -53,9 +55,10 @@ class ConvertedAttention(Attention):
             ),
             tables,
             vllm_config,
-            name.rpartition(".")[0],
+            prefix,
             gates,
             (bool(gates) or dense.qkv_proj.bias is not None, dense.o_proj.bias is not None),
+            None if leader == number else prefix.replace(f".{number}.", f".{leader}.") + ".paged",
         )
         self.q_norm, self.k_norm = (getattr(dense, norm, None) for norm in ("q_norm", "k_norm"))
 

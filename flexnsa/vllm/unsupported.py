@@ -9,6 +9,7 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.distributed.utils import get_pp_indices
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
+from flexnsa.layers.config import leaders_of
 from flexnsa.transformers.choice import NAME
 from flexnsa.transformers.classes import PREFIX
 from flexnsa.transformers.local_layers import layer_types
@@ -35,9 +36,12 @@ class Refusals(VerifyAndUpdateConfig):
         ):
             _refuse_others(name, value, *served)
         if hasattr(model.hf_config, "decoder_config"):
-            _refuse_stages(model.hf_config.decoder_config().leaders, parallel.pipeline_parallel_size)
+            leaders = model.hf_config.decoder_config().leaders
         else:
             refuse_layers(model.hf_config)
+            options = LayerOptions.of(model.hf_config)
+            leaders = leaders_of(options.share_index, model.hf_config.num_hidden_layers, options.sizes)
+        _refuse_stages(leaders, parallel.pipeline_parallel_size)
 
 
 def _refuse_stages(leaders: Sequence[int], stages: int) -> None:

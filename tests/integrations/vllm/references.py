@@ -50,7 +50,7 @@ CONVERTED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         {"config": NSAConfig(**NSA), "branches": ("slc",)},
     ),
     "qwen2": (Qwen2ForCausalLM, {}, {"config": NSAConfig(**NSA, **INDEX), "branches": ("slc", "win")}),
-    "qwen3": (Qwen3ForCausalLM, {}, {"config": NSAConfig(**NSA, **INDEX), "index_rank": 4}),
+    "qwen3": (Qwen3ForCausalLM, {}, {"config": NSAConfig(**NSA, **INDEX), "index_rank": 4, "share_index": 2}),
 }
 """Classes of dense models, what their configs have besides :data:`DENSE`, and arguments of ``convert``."""
 PROMPT_LENGTHS, NEW_TOKENS = (700, 33, 401, 522, 5), 16
