@@ -93,9 +93,8 @@ def _read(checkpoint: Path, names: list[str]) -> dict[str, Tensor]:
     for name in names:
         about: Any = stored.get(name)
         if about is None:
-            raise ValueError(
-                f"checkpoint: expected {name}, which the layers of the config have, got a checkpoint without"
-            )
+            expected = f"{name}, which the layers of the config have"
+            raise ValueError(f"checkpoint: expected {expected}, got a checkpoint without")
         state[name] = torch.empty(about.size, dtype=about.properties.dtype)
     load(state, checkpoint_id=checkpoint, no_dist=True)
     return state

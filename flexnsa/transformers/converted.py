@@ -71,9 +71,8 @@ class ConvertedPreTrainedModel(SpreadHeads, PreTrainedModel):
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:  # noqa: ARG002
         """Check that no other attention is asked for."""
         if requested_attention not in (None, LAYERS):
-            raise ValueError(
-                f"attn_implementation: expected none for a model whose layers are NSA, got {requested_attention!r}"
-            )
+            expected = "none for a model whose layers are NSA"
+            raise ValueError(f"attn_implementation: expected {expected}, got {requested_attention!r}")
         return LAYERS
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -189,10 +188,9 @@ class CachedGeneration:
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
         """Refuse pages, which keep one key and value for each token."""
-        raise ValueError(
-            "generate_batch: expected a model whose layers keep one key and value for each token, as the pages of "
-            f"transformers' cache do, got a {type(self).__name__}; generate takes a batch of it"
-        )
+        expected = "a model whose layers keep one key and value for each token, as the pages of transformers' cache do"
+        got = f"a {type(self).__name__}; generate takes a batch of it"
+        raise ValueError(f"generate_batch: expected {expected}, got {got}")
 
     def next_logits(self, tokens: Tensor, cache: FlexNSACache, num_valid: Tensor) -> Tensor:
         """Return the logits ``(B, 1, vocab)`` of one token a row, which is cached where ``num_valid (B,)`` is 1."""

@@ -135,6 +135,5 @@ def _check_model(module: nn.Module, position_ids: Tensor | None) -> None:
         raise ValueError(f"position_ids: expected {expected}, got {describe(position_ids)}")
     chosen = config._attn_implementation
     if ALL_MASK_ATTENTION_FUNCTIONS.get(chosen) is not make_mask:
-        raise ValueError(
-            f"attn_implementation: expected {NAME!r}, whose mask marks padding, got {chosen!r}, whose mask does not"
-        )
+        got = f"{chosen!r}, whose mask does not"
+        raise ValueError(f"attn_implementation: expected {NAME!r}, whose mask marks padding, got {got}")

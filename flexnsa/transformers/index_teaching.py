@@ -71,9 +71,8 @@ def teach_indexers(
     check_type("model", model, nn.Module)
     check_choice("stage", stage, ("warmup", "joint"))
     check_positive_number("weight", weight)
-    return IndexTeaching(
-        model, stage, weight, SelectionLoss(seed=seed, num_queries=num_queries, query_weights=query_weights)
-    )
+    options = SelectionLoss(seed=seed, num_queries=num_queries, query_weights=query_weights)
+    return IndexTeaching(model, stage, weight, options)
 
 
 class Total:

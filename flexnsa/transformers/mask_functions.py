@@ -118,9 +118,8 @@ def read_mask(mask: Any, batch_size: int, num_keys: int) -> tuple[Tensor | None,
         return None, mask[:, 0, :, 0]
     if form is not None and form[1] == (batch_size, 1, 0, num_keys) and form[0] in REFUSED:
         raise ValueError(REFUSED[form[0]])
-    raise ValueError(
-        f"attention_mask: expected (B, S) given to the model, 0 or False for padding, got {describe(mask)}"
-    )
+    expected = "(B, S) given to the model, 0 or False for padding"
+    raise ValueError(f"attention_mask: expected {expected}, got {describe(mask)}")
 
 
 def is_local(mask_function: MaskFunction) -> bool:
@@ -203,14 +202,11 @@ def _kind(mask_function: MaskFunction) -> str:
 def _refuse(mask_function: MaskFunction) -> None:
     """Raise an error that names the argument behind an unsupported mask."""
     if _kind(mask_function) == BLOCKS:
-        raise ValueError(
-            "block_sequence_ids: expected None (and no token_type_ids, of which some models make them) where attention "
-            f"is NSA, got {describe(_blocks(mask_function))}"
-        )
-    raise ValueError(
-        "attention_mask: expected a causal mask and padding, got a mask function of the model's own, "
-        f"{getattr(mask_function, '__qualname__', type(mask_function).__name__)}"
-    )
+        expected = "None (and no token_type_ids, of which some models make them) where attention is NSA"
+        raise ValueError(f"block_sequence_ids: expected {expected}, got {describe(_blocks(mask_function))}")
+    own = getattr(mask_function, "__qualname__", type(mask_function).__name__)
+    got = f"a mask function of the model's own, {own}"
+    raise ValueError(f"attention_mask: expected a causal mask and padding, got {got}")
 
 
 def _refused_kind(mask_function: MaskFunction, local_size: int | None, config: Any) -> torch.dtype | None:
@@ -229,7 +225,5 @@ def _check_runs(valid: Tensor) -> None:
     starts = valid & ~F.pad(valid[:, :-1], (1, 0))
     row = (starts.sum(1) > 1).nonzero()
     if len(row):
-        raise ValueError(
-            "attention_mask: expected one run of tokens a row, padding before or after it, "
-            f"got holes in row {int(row[0])}"
-        )
+        expected = "one run of tokens a row, padding before or after it"
+        raise ValueError(f"attention_mask: expected {expected}, got holes in row {int(row[0])}")

@@ -101,9 +101,8 @@ class LayerOptions(BranchOptions):
 
     def is_like(self, other: LayerOptions) -> bool:
         """Return whether all options are equal; torch.compile cannot compare them where one is a symbol to it."""
-        return self.sizes.to_ints() == other.sizes.to_ints() and all(
-            getattr(self, name) == getattr(other, name) for name in OF_LAYERS
-        )
+        same = (getattr(self, name) == getattr(other, name) for name in OF_LAYERS)
+        return self.sizes.to_ints() == other.sizes.to_ints() and all(same)
 
     def rotary_of(self, layer: int) -> str:
         """Return how heads of a layer are rotated."""

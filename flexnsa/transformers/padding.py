@@ -152,10 +152,8 @@ class Rows:
             row = (before != lengths).nonzero()
             if len(row):
                 b = int(row[0])
-                raise ValueError(
-                    f"attention_mask: expected {int(lengths[b])} tokens before the new ones in row {b}, as the cache "
-                    f"has them, got {int(before[b])}"
-                )
+                expected = f"{int(lengths[b])} tokens before the new ones in row {b}, as the cache has them"
+                raise ValueError(f"attention_mask: expected {expected}, got {int(before[b])}")
         self.check_positions(lengths[:, None])
 
     def check_positions(self, past: Tensor) -> None:
@@ -171,10 +169,8 @@ class Rows:
         if wrong.any():
             row = int(wrong.any(1).nonzero()[0])
             first, before = (int(x.expand(len(wrong), -1)[row, 0]) for x in (self.position_ids, past))
-            raise ValueError(
-                f"position_ids: expected those of one sequence behind a cache, got {first} behind {before} tokens "
-                f"in row {row}; pack with use_cache=False"
-            )
+            got = f"{first} behind {before} tokens in row {row}; pack with use_cache=False"
+            raise ValueError(f"position_ids: expected those of one sequence behind a cache, got {got}")
 
 
 def _document_starts(
@@ -198,10 +194,8 @@ def _check_counted(position_ids: Tensor, is_gap: Tensor) -> None:
     if is_gap.any():
         row, token = is_gap.nonzero()[0].tolist()
         before, position = position_ids.expand(len(is_gap), -1)[row, token - 1 : token + 1].tolist()
-        raise ValueError(
-            f"position_ids: expected each to be the one before plus 1, as NSA layers count, or to start a document, "
-            f"got {position} after {before} in row {row}"
-        )
+        expected = "each to be the one before plus 1, as NSA layers count, or to start a document"
+        raise ValueError(f"position_ids: expected {expected}, got {position} after {before} in row {row}")
 
 
 def _check_one_document(starts: Tensor | None, cu_seqlens: Tensor | None) -> None:

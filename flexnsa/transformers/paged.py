@@ -78,9 +78,8 @@ def attend_to_pages(
     """
     if kwargs.get("block_table") is not None:
         raise ValueError(f"block_table: expected None with {NAME}, got {describe(kwargs['block_table'])}")
-    key, value = cache.update(
-        key_states=key, value_states=value, layer_idx=getattr(module, "layer_idx", None), kwargs=kwargs
-    )
+    number = getattr(module, "layer_idx", None)
+    key, value = cache.update(key_states=key, value_states=value, layer_idx=number, kwargs=kwargs)
     queries, keys = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
     token = torch.arange(query.shape[2], device=query.device)
     request = _requests(queries, query.shape[2])

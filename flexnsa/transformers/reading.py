@@ -118,10 +118,8 @@ class Read:
             if kwargs.get(name) is not expected:
                 value = "that of attribute sinks" if name == "s_aux" else None
                 raise ValueError(f"{name}: expected {value} of a model to convert, got {describe(kwargs[name])}")
-        if kwargs.get("scaling") != parts.scale:
-            raise ValueError(
-                f"scaling: expected that of the layer, {parts.scale}, got {describe(kwargs.get('scaling'))}"
-            )
+        if (scale := kwargs.get("scaling")) != parts.scale:
+            raise ValueError(f"scaling: expected that of the layer, {parts.scale}, got {describe(scale)}")
         source = inspect.getsource(inspect.unwrap(type(self.dense).forward))
         if "get_seq_length(" in source:  # its queries or keys depend on the length of its cache
             expected = "attention that does not look at the length of its cache"
@@ -140,10 +138,8 @@ class Read:
                 continue
             if all(_rotates(guess, self.dense, *attention) for attention in self.attentions):
                 return style
-        raise ValueError(
-            f"{self.name}: expected queries, keys and values that q_proj, k_proj, v_proj, norms and rotary_emb "
-            f"give, got others from a {type(self.dense).__name__}"
-        )
+        expected = "queries, keys and values that q_proj, k_proj, v_proj, norms and rotary_emb give"
+        raise ValueError(f"{self.name}: expected {expected}, got others from a {type(self.dense).__name__}")
 
     def check_same(self, layer: nn.Module) -> None:
         """Check that a layer with the selected branch alone returns what the dense one did, whole and in steps."""

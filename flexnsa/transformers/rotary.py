@@ -99,7 +99,6 @@ class Rotary(nn.Module):
 def looks_at_positions(module: Any, layer_type: str | None = None) -> bool:
     """Return whether angles of a rotary embedding, those of a type of layers or any, depend on the largest position."""
     kind = getattr(module, "rope_type", "")
-    kinds = (
-        [of_type for name, of_type in kind.items() if layer_type in (None, name)] if isinstance(kind, dict) else [kind]
-    )
+    kinds = kind if isinstance(kind, dict) else {layer_type: kind}
+    kinds = [of_type for name, of_type in kinds.items() if layer_type in (None, name)]
     return any("dynamic" in each or each == "longrope" for each in kinds)

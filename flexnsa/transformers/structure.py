@@ -66,10 +66,8 @@ class Parts:
             q, out_gate = _split("q_proj", q, [head_dim] * 2, width // head_dim)
         num_heads, num_kv_heads = (each.out_features // head_dim for each in (q, k))
         if v.out_features != k.out_features or num_heads % num_kv_heads:
-            expected = f"{k.out_features} outputs, those of k_proj"
-            raise ValueError(
-                f"v_proj: expected {expected}, a divisor of q_proj's {q.out_features}, got {v.out_features}"
-            )
+            expected = f"{k.out_features} outputs, those of k_proj, a divisor of q_proj's {q.out_features}"
+            raise ValueError(f"v_proj: expected {expected}, got {v.out_features}")
         names = ("q_norm", "k_norm", "sinks", "indexer")
         q_norm, k_norm, sinks, index = (getattr(dense, name, None) for name in names)
         index = None if index is None else _index_modules(index)

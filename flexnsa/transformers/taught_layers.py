@@ -117,14 +117,12 @@ class TaughtLayer:
                 softmax = mask, options["scaling"], options.get("s_aux")
                 attention = Attention(sample.take(q.detach()), k.detach(), sample.tokens, *softmax)
                 how = {"among_chosen": self.lesson.stage == "joint", "by_mass": self.lesson.by_mass}
-                sums, grads = differentiate_index(
-                    released, features, attention, choice, gradient=one_pass.teaches, **how
-                )
+                how |= {"gradient": one_pass.teaches}
+                sums, grads = differentiate_index(released, features, attention, choice, **how)
             one_pass.sums.append(sums)
             if one_pass.teaches:
-                seeds = [
-                    mean_of(grad, sums.weight).to(x.dtype) for grad, x in zip(grads, features.tensors, strict=True)
-                ]
+                pairs = zip(grads, features.tensors, strict=True)
+                seeds = [mean_of(grad, sums.weight).to(x.dtype) for grad, x in pairs]
                 made = torch.autograd.grad(features.tensors, learning, seeds, retain_graph=True, allow_unused=True)
                 made = [torch.zeros_like(p) if x is None else x for x, p in zip(made, learning, strict=True)]
                 loss: Any = WithGradient.apply(mean_of(sums.kl, sums.weight), made, *learning)

@@ -95,9 +95,7 @@ class TeachSelection(TrainerCallback):
                 raise ValueError("warmup_steps: expected 0 for a model without layers to teach densely, got others")
             raise ValueError(f"model: expected one with indexers, got {describe(type(model).__name__)}")
         if self.teaching is not None and self.teaching.were_frozen and hasattr(model, "peft_config"):
-            expected = (
-                "adapters with modules_to_save=['indexer'], because checkpoints have nothing else of the indexers"
-            )
+            expected = "adapters with modules_to_save=['indexer'], as checkpoints have nothing else of the indexers"
             raise ValueError(f"model: expected {expected}, got others")
         if args.fp16:
             raise ValueError("fp16: expected False with TeachSelection, because gradients are scaled, got True")

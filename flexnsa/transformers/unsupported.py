@@ -35,10 +35,8 @@ def refuse_models() -> None:
 def check_class(model_class: Any) -> None:
     """Check that a class of models takes its attention from transformers' interface."""
     if isinstance(model_class, type) and not model_class._can_set_attn_implementation():  # pyright: ignore
-        raise ValueError(
-            f"attn_implementation: expected {NAME!r} of a model that takes its attention from transformers' interface, "
-            f"got it of a {model_class.__name__}"
-        )
+        expected = f"{NAME!r} of a model that takes its attention from transformers' interface"
+        raise ValueError(f"attn_implementation: expected {expected}, got it of a {model_class.__name__}")
 
 
 def check_config(config: Any) -> None:
@@ -59,15 +57,12 @@ def check_layers(model: nn.Module) -> None:
     check_layer_types(config, PURPOSE)
     asking = attention_modules(model)
     if not asking:
-        raise ValueError(
-            f"attn_implementation: expected {NAME!r} of a model with layers that take their attention from "
-            f"transformers' interface, got it of a {type(model).__name__}"
-        )
+        expected = f"{NAME!r} of a model with layers that take their attention from transformers' interface"
+        raise ValueError(f"attn_implementation: expected {expected}, got it of a {type(model).__name__}")
     if all(getattr(module, "is_causal", True) is False for module in asking):
-        raise ValueError(
-            f"is_causal: expected True {PURPOSE}, got False in all layers of a {type(model).__name__}; in a model of "
-            f"several towers, choose it for one: {{'text_config': {NAME!r}}}"
-        )
+        advice = f"in a model of several towers, choose it for one: {{'text_config': {NAME!r}}}"
+        got = f"False in all layers of a {type(model).__name__}; {advice}"
+        raise ValueError(f"is_causal: expected True {PURPOSE}, got {got}")
 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
@@ -112,10 +107,8 @@ def _after_class_check(method: Callable[..., Any]) -> Callable[..., Any]:
         if chosen == NAME:
             check_class(type(model))
         if chosen == LAYERS and not hasattr(model.config, "has_nsa_layers"):
-            raise ValueError(
-                f"attn_implementation: expected another than {LAYERS!r} of a {type(model).__name__}, whose layers are "
-                "not NSA; AutoModelForCausalLM loads a converted model"
-            )
+            expected = f"another than {LAYERS!r} of a {type(model).__name__}, whose layers are not NSA"
+            raise ValueError(f"attn_implementation: expected {expected}; AutoModelForCausalLM loads a converted model")
         return method(model, chosen, *args, **kwargs)
 
     return checked
