@@ -130,7 +130,7 @@ def tokenizer() -> transformers.PreTrainedTokenizerFast:
 
 def converted(family: str, options: dict[str, Any], **changes: Any) -> Any:
     """Make the same model with NSA layers whose new weights are alive, as after some training."""
-    chosen = {name: value for name, value in options.items() if name in ("branches", "index_rank")}
+    chosen = {name: value for name, value in options.items() if name in ("branches", "index_rank", "share_index")}
     sizes = NSAConfig(**{name: size for name, size in options.items() if name not in chosen})
     return alive(convert(dense(family, **changes), sizes, **chosen))
 

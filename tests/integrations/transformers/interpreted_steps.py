@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from flexnsa.transformers import FlexNSACache
-from tests.integrations.transformers.families import FEW, ROPES, converted, pad_left, tokens
+from tests.integrations.transformers.families import FEW, INDEX, ROPES, converted, pad_left, tokens
 from tests.support.triton_decoding import recording_steps
 
 CASES: dict[str, dict[str, Any]] = {
     "norms, three branches": {"family": "qwen3"},
     "biases, selected branch": {"family": "qwen2", "branches": ["slc"]},
     "no compressed branch": {"family": "llama", "branches": ["slc", "win"]},
+    "shared index": {"family": "qwen3", "layers": 2, "share_index": 2, **INDEX},
     "given frequencies": {"family": "llama", "rope": "llama3"},
     "given frequencies and a scale": {"family": "llama", "branches": ["slc"], "rope": "yarn"},
 }
@@ -22,10 +23,10 @@ STEPS = 5
 
 
 @torch.no_grad()
-def run(family: str, rope: str | None = None, **options: Any) -> dict[str, Tensor]:
+def run(family: str, rope: str | None = None, layers: int = 1, **options: Any) -> dict[str, Tensor]:
     """Continue two rows of different lengths: step by step on a cache, and as whole rows."""
     turning = {} if rope is None else {"rope_parameters": ROPES[rope]}
-    model = converted(family, FEW | options, num_hidden_layers=1, **turning).float()
+    model = converted(family, FEW | options, num_hidden_layers=layers, **turning).float()
     rows = [tokens(40), tokens(29)]
     more = tokens(2, STEPS)
     _attend_by(model, "reference")
@@ -38,7 +39,7 @@ def run(family: str, rope: str | None = None, **options: Any) -> dict[str, Tenso
         for step in range(STEPS):
             mask = torch.nn.functional.pad(mask, (0, 1), value=1)
             got.append(model(more[:, step, None], attention_mask=mask, past_key_values=cache).logits)
-    assert len(taken) == STEPS
+    assert len(taken) == STEPS * layers
     return {"got": torch.cat(got, 1), "want": torch.cat([logits[:, -STEPS:] for logits in whole])}
 
 

@@ -89,13 +89,11 @@ def test_converted_layers_attend_as_the_config_says_now(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["compress_stride", "compress_block_size", "index_heads", "index_stride", "index_rank"]
+    "name", ["compress_stride", "compress_block_size", "index_heads", "index_stride", "index_rank", "share_index"]
 )
 def test_what_layers_were_made_for_stays(name: str) -> None:
-    model = converted("llama", INDEXED)
-    model.config.flexnsa[name] = value = {"index_heads": 1, "index_rank": 3, "index_stride": 2}.get(
-        name, 2 * INDEXED[name]
-    )
+    model, others = converted("llama", INDEXED), {"index_heads": 1, "index_rank": 3, "index_stride": 2}
+    model.config.flexnsa[name] = value = others.get(name, 2 * INDEXED.get(name, 1))
     message = f"config.flexnsa: expected {name}=.*, for which layers were made, got {value}"
     with pytest.raises(ValueError, match=message):
         model(tokens(1, 9))

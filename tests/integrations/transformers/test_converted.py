@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import DynamicCache, GenerationMixin
 
 from flexnsa import NSAConfig
 from flexnsa.config import BRANCHES
+from flexnsa.functional.indices import record_indices, replay_indices
 from flexnsa.layers.compression import average_blocks
 from flexnsa.layers.forward import SparseLayer
 from flexnsa.transformers import FlexNSACache, convert, to_dense
@@ -164,6 +166,24 @@ def test_it_begins_with_the_selected_branch_and_a_fiftieth_of_the_others() -> No
 
 
 @torch.no_grad()
+def test_layers_attend_to_the_blocks_of_the_layer_whose_index_they_read(tmp_path: Path) -> None:
+    """Of four layers 0, 2 and 3 are converted: 2 reads the index of 0."""
+    full, sliding, x = "full_attention", {"use_sliding_window": True, "sliding_window": 16}, tokens(2, 70)
+    layers = {"num_hidden_layers": 4, "layer_types": [full, "sliding_attention", full, full], **sliding}
+    shared, apart = (converted("qwen3", INDEXED | share, **layers) for share in ({"share_index": [0, 0, 2]}, {}))
+    assert len(apart.load_state_dict(shared.state_dict(), strict=False).missing_keys) == 6
+    with record_indices(shared) as handle:
+        out = shared(x, use_cache=True)
+    first, last = handle.indices()
+    with replay_indices(apart, [first, first, last]):
+        assert_close(apart(x, use_cache=False).logits, out.logits)
+    assert not torch.allclose(apart(x).logits, out.logits)
+    assert ["k_index" in cache.buffers for cache in out.past_key_values.kept] == [True, False, True]
+    shared.save_pretrained(tmp_path)
+    assert_close(type(shared).from_pretrained(tmp_path)(x).logits, out.logits)
+
+
+@torch.no_grad()
 def test_a_cache_forgets_selects_and_repeats_rows(few: Any) -> None:
     x, more = tokens(3, 40), torch.full((3, 1), 7)
     cache: Any = FlexNSACache(few.config, max_rewind=8)
@@ -241,6 +261,10 @@ REFUSED: dict[str, Any] = {
     "attention_dropout: expected 0.0 of a model to conv": lambda: change(dense("llama", attention_dropout=0.1)),
     "model: expected a dense one, got a FlexNSAQwen3ForCausalLM": lambda: change(converted("qwen3", FEW)),
     "model: expected a converted one, got a LlamaForCausalLM": lambda: to_dense(dense("llama")),
+    "share_index: expected a number for each of 2 layers, got 3": lambda: converted(
+        "llama", INDEXED | {"share_index": [0] * 3}
+    ),
+    "share_index: expected 1 without an indexer": lambda: converted("llama", FEW | {"share_index": 2}),
     "copy: expected": lambda: convert(dense("llama"), NSAConfig(), copy="no"),  # pyright: ignore[reportArgumentType]
     r"branches: expected \('slc',\) of a model to make dense": lambda: to_dense(change(dense("llama"))),
 }

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from flexnsa import NSAConfig
 from flexnsa.cache.steps import ReadCounter
 from flexnsa.transformers import FlexNSACache
 from flexnsa.transformers.attention import ConvertedAttention
@@ -45,9 +44,6 @@ def test_layers_that_the_kernels_do_not_compute_go_branch_by_branch(changes: dic
     model(tokens(1, 20), past_key_values=cache)
     x = torch.randn(1, 1, 48, dtype=torch.float64)
     assert layer.takes_step(x, cache.layers[0].nsa) == takes
-
-
-SIZES = NSAConfig(**FEW)
 
 
 def cached_model(length: int, capacity: int) -> tuple[Any, Any]:

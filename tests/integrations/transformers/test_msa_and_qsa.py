@@ -240,6 +240,7 @@ def test_what_has_no_counterpart_is_refused() -> None:
     of_msa: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
         f"config: expected None {own}": ({}, NSAConfig.msa(), {}),
         f"branches: expected None {own}": ({}, None, {"branches": ["slc"]}),
+        f"share_index: expected None {own}": ({}, None, {"share_index": 2}),
         "index_rank: expected None with index_score='max'": ({}, None, {"index_rank": 4}),
         "index_stride, index_heads: expected 1, 1, 1 with": ({"index_n_heads": 4}, None, {}),
         "index_head_dim: expected the 8 dims that are rotated, or more, got 6": ({"index_head_dim": 6}, None, {}),

@@ -38,6 +38,7 @@ EVERY_KIND: dict[str, Any] = {
     "three branches": lambda: converted("qwen3", FEW),
     "selected branch": lambda: converted("qwen3", FEW | {"branches": ["slc"]}),
     "indexer": lambda: converted("qwen3", INDEXED),
+    "shared index": lambda: converted("qwen3", INDEXED | {"share_index": [0, 1, 0]}, num_hidden_layers=3),
     "own decoder": own,
 }
 

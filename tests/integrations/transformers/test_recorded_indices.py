@@ -56,6 +56,7 @@ ROLLOUTS = {
     "three branches": ("greedy", "drafts"),
     "selected branch": ("sampled", "static cache"),
     "indexer": ("greedy", "drafts"),
+    "shared index": ("greedy", "drafts"),
     "own decoder": ("sampled", "static cache", "drafts"),
 }
 

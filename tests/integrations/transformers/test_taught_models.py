@@ -35,6 +35,7 @@ from tests.integrations.transformers.families import (
 )
 
 MODELS: dict[str, Any] = {family: lambda family=family: converted(family, INDEXED) for family in FAMILIES}
+MODELS["shared index"] = lambda: converted("llama", INDEXED | {"share_index": 2})
 MODELS["own decoder"] = lambda: alive(own(nsa=FEW | INDEX, index_rank=4))
 
 
@@ -65,6 +66,9 @@ def test_the_loss_teaches_the_indexers_and_nothing_else(model: Any) -> None:
     x, parameters = tokens(2, 60), dict(model.named_parameters())
     selection, loss = teach(model, x)
     assert len(selection.sums) == 2
+    for loss_of_layer in selection.sums:
+        of_layer = torch.autograd.grad(loss_of_layer, index_parameters(model), retain_graph=True, allow_unused=True)
+        assert any(gradient is not None and gradient.any() for gradient in of_layer)
     gradients = torch.autograd.grad(total_of(selection), list(parameters.values()), allow_unused=True)
     reached = {name: x for name, x in zip(parameters, gradients, strict=True) if x is not None}
     assert reached.keys() == {name for name in parameters if ".indexer." in name}
@@ -90,8 +94,9 @@ def test_rows_that_are_padded_or_packed_teach_what_they_teach_alone(model: Any, 
         assert_close(value, torch.stack(want).sum(0))
 
 
-def test_a_checkpoint_in_which_nothing_could_be_taught_is_refused() -> None:
-    model = MODELS["llama"]().train()
+@pytest.mark.parametrize("name", ["llama", "shared index"])
+def test_a_checkpoint_in_which_nothing_could_be_taught_is_refused(name: str) -> None:
+    model = MODELS[name]().train()
     model.gradient_checkpointing_enable({"use_reentrant": True})
     with pytest.raises(ValueError, match=r"gradient_checkpointing_kwargs: expected {'use_reentrant': False} .* 2 of 2"):
         teach(model, tokens(1, 30))
@@ -171,8 +176,9 @@ def test_an_indexer_is_new_to_a_schedule_and_no_part_of_a_dense_model() -> None:
 def test_recall_is_1_where_all_blocks_are_selected_and_else_between(family: str) -> None:
     x = tokens(2, 70)
     assert_close(recall(converted(family, ALL | INDEX), x), torch.ones(2, 2))
-    found = recall(converted(family, INDEXED), x)
-    assert ((found > 0.1) & (found < 0.999)).all()
+    for options in (INDEXED, INDEXED | {"share_index": 2}):
+        found = recall(converted(family, options), x)
+        assert ((found > 0.1) & (found < 0.999)).all()
 
 
 WRONG: list[tuple[str, Any]] = [
