@@ -42,7 +42,8 @@ FAMILIES: dict[str, Any] = {
 }
 ALL = FEW | {"num_selected_blocks": 8}
 """Every block of a row of 128 tokens is selected."""
-TRAINED = {"three branches": FEW, "an indexer": INDEXER | {"index_rank": 4}, "one branch": FEW | {"branches": ["slc"]}}
+TRAINED = {"three branches": FEW, "one branch": FEW | {"branches": ["slc"]}}
+TRAINED["indexers"] = INDEXER | {"index_rank": 4, "share_index": [0, 1, 0, 3]}
 """Options of models that are trained a little, and exported."""
 
 

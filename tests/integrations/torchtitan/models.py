@@ -34,7 +34,9 @@ def built(name: str, **options: Any) -> Any:
     with torch.no_grad():
         model.init_states()
         torch.manual_seed(0)
-        for layer in layers_of(model):
+        layers = layers_of(model)
+        for layer in layers:
+            layer.passed = layers[layer.leader or 0].passed  # as the metrics of a run would
             for name, parameter in layer.named_parameters():
                 if not name.startswith(("qkv_linear.", "wo.", "q_norm.", "k_norm.")):
                     parameter += 0.1 * torch.randn_like(parameter)

@@ -44,7 +44,7 @@ CHOSEN = target(**INDEXER, layers=["layers.[13].*"])
 
 ALONE: dict[str, tuple[str, ...]] = {
     "packed": ("llama", "--training.steps=4", "--dataloader.documents=3", override(**INDEXER)),
-    "whole rows": ("llama", "--training.steps=4", override(**INDEXER, packed=False)),
+    "whole rows": ("llama", "--training.steps=4", override(**INDEXER, packed=False, share_index=[0, 1, 0, 3])),
     "norms": ("qwen3", "--training.steps=4", "--dataloader.documents=3", override(**INDEXER)),
     "chosen": (
         "llama",
@@ -82,6 +82,9 @@ SAME: dict[str, Scenario] = {
     "checkpointed": Scenario(1, ("activation-checkpoint:selective",)),
     "recomputed": Scenario(1, ("activation-checkpoint:full",)),
     "compiled and checkpointed": Scenario(1, (*COMPILED, "activation-checkpoint:selective")),
+    "shared index, FSDP2": Scenario(2, rows(2), "whole rows"),
+    "shared index, recomputed": Scenario(1, ("activation-checkpoint:full",), "whole rows"),
+    "shared index, compiled": Scenario(1, (*COMPILED, "activation-checkpoint:selective"), "whole rows"),
     **({} if IS_OLD else TYPED),
 }
 """What has to log the same as the run that each is ``like``."""
@@ -153,7 +156,8 @@ def teach(file: Path) -> None:
 
     def stage(folder: Path, steps: int, **options: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
         kept = ("--checkpoint.enable", "--checkpoint.no_last_save_model_only", "--lr_scheduler.total_steps=4")
-        arguments = (*kept, *rows(2), f"--training.steps={steps}", override(**INDEXER | options))
+        options = INDEXER | {"share_index": [0, 1, 0, 3]} | options
+        arguments = (*kept, *rows(2), f"--training.steps={steps}", override(**options))
         with trainer_of("llama", folder, *arguments) as (trainer, logged):
             seen: list[dict[str, Tensor]] = []
             for go_on in (lambda: None, trainer.train):

@@ -23,6 +23,7 @@ from tests.support.operators import Operators
 KINDS: dict[str, dict[str, Any]] = {
     "three branches": FEW,
     "an indexer": INDEXER,
+    "a shared index": INDEXER | {"share_index": 2},
     "low rank": INDEXER | {"index_rank": 4},
     "shared keys": INDEXER | {"shared_keys": True, "compression": "mlp"},
     "one branch": FEW | {"branches": ["slc"]},

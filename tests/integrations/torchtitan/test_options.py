@@ -112,6 +112,8 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
         {"layers": ["layers.0.*", "layers.7.*"]},
         "layers: expected 'all' or patterns of layers.0.attention .. layers.3.attention, got 'layers.7.*'",
     ),
+    ({"share_index": 2}, "share_index: expected 1 without an indexer (index_heads), got 2"),
+    ({**INDEXER, "share_index": [0]}, "share_index: expected a number for each of 4 layers, got 1"),
     ({"layers": [0]}, "layers: expected str, got 0"),
     ({"layers": 3}, "layers: expected Sequence, got 3"),
     ({"packed": 1}, "packed: expected bool, got 1"),
@@ -197,6 +199,7 @@ WRONG_SETTINGS: dict[str, tuple[tuple[str, ...], str]] = {
         ("--parallelism.context_parallel_degree=2",),
         "warmup: expected False where ranks share tokens, which attend to chosen blocks, got True",
     ),
+    "stages of a shared index": (("--parallelism.pipeline_parallel_degree=2",), "share_index: expected 1 with"),
     "zero bubbles": (
         ("--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"),
         "parallelism.pipeline_parallel_schedule: expected one that runs backward at once, got 'ZBVZeroBubble'",
@@ -212,7 +215,7 @@ WRONG_SETTINGS: dict[str, tuple[tuple[str, ...], str]] = {
 def test_a_setting_that_does_not_fit_is_refused_by_name(name: str) -> None:
     arguments, message = WRONG_SETTINGS[name]
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        adapted("llama", *arguments, **INDEXER, warmup="warm-up" in name)
+        adapted("llama", *arguments, **INDEXER, warmup="warm-up" in name, share_index=1 + ("shared index" in name))
 
 
 def test_the_dense_format_holds_what_has_no_new_parameters() -> None:
