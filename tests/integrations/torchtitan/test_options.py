@@ -87,12 +87,11 @@ def test_selective_checkpointing_keeps_the_selection_and_other_kinds_stay() -> N
 
 def test_a_config_is_adapted_once() -> None:
     config = adapted("llama", **FEW)
-    with pytest.raises(
-        ValueError, match=r"^layers\.0\.attention: expected GQAttention\.Config, got NSAttention\.Config"
-    ):
+    with pytest.raises(ValueError, match=r"^layers\.0\.attention: expected GQAttention\.Config, got NSAttention\.Con"):
         apply_overrides(config.override, config)
 
 
+PATTERNS = "layers: expected 'all' or patterns of layers.0.attention .. layers.3.attention, got"
 WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"num_blocks": 4}, "options: expected some of branches, compress_block_size, "),
     ({"sizes": {}}, "options: expected some of "),
@@ -104,14 +103,8 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"branches": ["cmp", "win"]}, "branches: expected slc among them"),
     ({"branches": ["slc"], "shared_keys": True}, "shared_keys: expected False without the branches cmp and slc"),
     ({"index_heads": 3}, "index_heads: expected a divisor of the 2 query heads of a key head, got 3"),
-    (
-        {"layers": "layers.4.*"},
-        "layers: expected 'all' or patterns of layers.0.attention .. layers.3.attention, got 'layers.4.*'",
-    ),
-    (
-        {"layers": ["layers.0.*", "layers.7.*"]},
-        "layers: expected 'all' or patterns of layers.0.attention .. layers.3.attention, got 'layers.7.*'",
-    ),
+    ({"layers": "layers.4.*"}, f"{PATTERNS} 'layers.4.*'"),
+    ({"layers": ["layers.0.*", "layers.7.*"]}, f"{PATTERNS} 'layers.7.*'"),
     ({"share_index": 2}, "share_index: expected 1 without an indexer (index_heads), got 2"),
     ({**INDEXER, "share_index": [0]}, "share_index: expected a number for each of 4 layers, got 1"),
     ({"layers": [0]}, "layers: expected str, got 0"),
@@ -178,48 +171,31 @@ def test_a_part_that_cannot_be_adapted_is_refused_by_name(path: str, make: Calla
         apply_overrides(config.override, config)
 
 
-WRONG_SETTINGS: dict[str, tuple[tuple[str, ...], str]] = {
-    "full DTensor": (
-        ("--parallelism.spmd_backend=full_dtensor",),
-        "parallelism.spmd_backend: expected 'partial_dtensor' or 'spmd_types', got 'full_dtensor'",
-    ),
-    "types and shared tokens": (
-        ("--parallelism.context_parallel_degree=2", "--parallelism.spmd_backend=spmd_types"),
-        "parallelism.spmd_backend: expected 'partial_dtensor', got 'spmd_types'",
-    ),
-    "types are checked": (
-        ("--parallelism.spmd_backend=spmd_types", "--debug.spmd_typechecking"),
-        "debug.spmd_typechecking: expected False, as NSA's operators have no such types, got True",
-    ),
-    "balancer": (
-        ("--parallelism.context_parallel_degree=2", "--parallelism.context_parallel_load_balancer=ptrr"),
-        "parallelism.context_parallel_load_balancer: expected 'headtail', got 'ptrr'",
-    ),
-    "a warm-up of shared tokens": (
-        ("--parallelism.context_parallel_degree=2",),
-        "warmup: expected False where ranks share tokens, which attend to chosen blocks, got True",
-    ),
-    "stages of a shared index": (("--parallelism.pipeline_parallel_degree=2",), "share_index: expected 1 with"),
-    "zero bubbles": (
-        ("--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"),
-        "parallelism.pipeline_parallel_schedule: expected one that runs backward at once, got 'ZBVZeroBubble'",
-    ),
-    "dense format": (
-        ("--checkpoint.last_save_in_hf", "--checkpoint.last_save_model_only"),
-        "checkpoint.last_save_in_hf: expected False, because the dense model's format has no place for new parameters",
-    ),
-}
+TYPES, CONTEXT = "--parallelism.spmd_backend=spmd_types", "--parallelism.context_parallel_degree=2"
+STAGES, SCHEDULE = "--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule"
+HELD = "--checkpoint.last_save_model_only --checkpoint.last_save_in_hf"
+WRONG_SETTINGS: list[tuple[str, dict[str, Any], str]] = [
+    ("--parallelism.spmd_backend=full_dtensor", {}, "expected 'partial_dtensor' or 'spmd_types', got 'full_dtensor'"),
+    (f"{CONTEXT} {TYPES}", {}, "expected 'partial_dtensor', got 'spmd_types'"),
+    (f"{TYPES} --debug.spmd_typechecking", {}, "expected False, as NSA's operators have no such types, got True"),
+    (f"{CONTEXT} --parallelism.context_parallel_load_balancer=ptrr", {}, "expected 'headtail', got 'ptrr'"),
+    (CONTEXT, {"warmup": True}, "warmup: expected False where ranks share tokens, which attend to chosen blocks, got"),
+    (STAGES, {"share_index": 2}, "share_index: expected 1 with pipeline stages, which hand on no index, got 2"),
+    (f"{STAGES} {SCHEDULE}=ZBVZeroBubble", {}, "expected one that runs backward at once, got 'ZBVZeroBubble'"),
+    (HELD, {}, "expected False, because the dense model's format has no place for new parameters"),
+]
+"""Arguments, of which the last has a wrong value, or options of the override."""
 
 
-@pytest.mark.parametrize("name", WRONG_SETTINGS)
-def test_a_setting_that_does_not_fit_is_refused_by_name(name: str) -> None:
-    arguments, message = WRONG_SETTINGS[name]
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        adapted("llama", *arguments, **INDEXER, warmup="warm-up" in name, share_index=1 + ("shared index" in name))
+@pytest.mark.parametrize(("arguments", "options", "message"), WRONG_SETTINGS)
+def test_a_setting_that_does_not_fit_is_refused_by_name(arguments: str, options: dict[str, Any], message: str) -> None:
+    *_, (name, *_) = (each.removeprefix("--").split("=") for each in arguments.split())
+    with pytest.raises(ValueError, match="^" + re.escape(message if options else f"{name}: {message}")):
+        adapted("llama", *arguments.split(), **INDEXER, **options)
 
 
 def test_the_dense_format_holds_what_has_no_new_parameters() -> None:
-    adapted("llama", "--checkpoint.last_save_in_hf", "--checkpoint.last_save_model_only", **FEW, branches=["slc"])
+    adapted("llama", *HELD.split(), **FEW, branches=["slc"])
 
 
 LR = 3e-3

@@ -63,9 +63,7 @@ def test_a_config_that_asks_for_a_cache_in_training_is_told_once(name: str, kept
     assert kept.warnings == 1
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: converted("llama", FEW, num_hidden_layers=1), lambda: own(num_layers=1)], ids=MODELS
-)
+@pytest.mark.parametrize("make", [lambda: converted("llama", FEW, num_hidden_layers=1), own], ids=MODELS)
 def test_a_compiled_model_is_told_too(make: Callable[[], Any], kept: Kept) -> None:
     torch._dynamo.reset()
     model = torch.compile(make().train(), fullgraph=True, backend="eager")

@@ -48,9 +48,7 @@ def test_what_tells_of_other_tokens_than_a_cache_has_is_refused(few: Any, filled
         few(tokens(2, 1), attention_mask=mask, past_key_values=filled)
     with pytest.raises(ValueError, match=r"position_ids: expected .* got 35 behind 40 tokens in row 0"):
         few(tokens(2, 5), position_ids=torch.arange(35, 40)[None], past_key_values=filled)
-    with pytest.raises(
-        ValueError, match=r"(position_ids|attention_mask): expected "
-    ):  # the second by transformers 5.10
+    with pytest.raises(ValueError, match=r"(position_ids|attention_mask): expected "):  # the latter by 5.10
         few.generate(tokens(2, 30), **GREEDY, past_key_values=filled)
     few(tokens(2, 1), attention_mask=torch.ones(2, 41), past_key_values=filled)
     assert filled.get_seq_length() == 41
@@ -68,12 +66,10 @@ def test_a_mask_of_the_new_tokens_alone_is_refused(make: Any) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "options", [FEW | {"window_size": 7}, FEW | {"branches": ["slc"]}, FEW | {"compress_stride": 8}]
-)
-def test_a_cache_of_another_model_is_refused(filled: FlexNSACache, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("changes", [{"window_size": 7}, {"branches": ["slc"]}, {"compress_stride": 8}])
+def test_a_cache_of_another_model_is_refused(filled: FlexNSACache, changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"cache: expected (config|branches)=.*, as the layer has it, got"):
-        converted("llama", options)(tokens(2, 1), past_key_values=filled)
+        converted("llama", FEW | changes)(tokens(2, 1), past_key_values=filled)
 
 
 @torch.no_grad()

@@ -119,10 +119,8 @@ def test_images_that_see_both_ways_are_refused_and_text_is_not() -> None:
     text, vision = transformers.Gemma3TextConfig(**SIZES | SLIDING), transformers.SiglipVisionConfig(**VISION)
     config: Any = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
     config.image_token_id = 2
-    config.flexnsa = FEW
-    model = transformers.Gemma3ForConditionalGeneration._from_config(
-        config, attn_implementation={"text_config": "flexnsa"}
-    )
+    config.flexnsa, chosen = FEW, {"text_config": "flexnsa"}
+    model = transformers.Gemma3ForConditionalGeneration._from_config(config, attn_implementation=chosen)
     model, x = model.eval().double(), tokens(1, 60)
     got = model(x, token_type_ids=torch.zeros_like(x), use_cache=False).logits
     with loops_instead():
@@ -197,10 +195,9 @@ def test_local_layers_attend_as_they_are_told(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_window_in_all_layers_leaves_nothing_to_nsa() -> None:
     sizes: dict[str, Any] = SIZES | SLIDING | {"layer_types": ["sliding_attention"] * 2}
+    config = transformers.Gemma3TextConfig(**sizes)
     with pytest.raises(ValueError, match=r"layer_types: expected some 'full_attention' .*'sliding_attention'"):
-        transformers.AutoModelForCausalLM.from_config(
-            transformers.Gemma3TextConfig(**sizes), attn_implementation="flexnsa"
-        )
+        transformers.AutoModelForCausalLM.from_config(config, attn_implementation="flexnsa")
 
 
 def attend_in_loops(

@@ -57,9 +57,8 @@ def test_what_a_checkpoint_lacks_is_drawn_as_in_a_new_model(tmp_path: Path) -> N
     model.save_pretrained(tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     save_file({"model.norm.weight": state["model.norm.weight"]}, tmp_path / "model.safetensors")
-    drawn, fresh = (
-        x.state_dict() for x in (AutoModelForCausalLM.from_pretrained(tmp_path), DecoderLM(model.model.config))
-    )
+    models = AutoModelForCausalLM.from_pretrained(tmp_path), DecoderLM(model.model.config)
+    drawn, fresh = (each.state_dict() for each in models)
     for name, want in fresh.items():
         got = drawn[f"model.{name}"]
         assert_close(got.double().std(), want.double().std(), atol=1e-9, rtol=0.2, msg=name)

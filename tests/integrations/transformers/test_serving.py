@@ -39,9 +39,8 @@ def served(model: Any, prompts: list[list[int]], **options: Any) -> list[list[in
     config = GenerationConfig(**NEW, eos_token_id=-1)
     out = model.generate_batch(prompts, config, continuous_batching_config=PAGES, progress_bar=False, **options)
     assert all(request.error is None for request in out.values())
-    return [
-        each.generated_tokens for each in sorted(out.values(), key=lambda each: int(each.request_id.split("_")[-1]))
-    ]
+    in_order = sorted(out.values(), key=lambda each: int(each.request_id.split("_")[-1]))
+    return [each.generated_tokens for each in in_order]
 
 
 def alone(model: Any, prompt: list[int]) -> list[int]:

@@ -213,9 +213,8 @@ def test_a_pass_is_taught_once(kind: str) -> None:
         model(x, use_cache=False)
         teaching.loss().backward()
         assert_close(indexers(model), whole)
-        with pytest.raises(
-            ValueError, match="loss, recall: expected a pass of the model since the last call, got none"
-        ):
+        message = "loss, recall: expected a pass of the model since the last call, got none"
+        with pytest.raises(ValueError, match=message):
             teaching.loss()
     assert all(p.grad is None for name, p in model.named_parameters() if ".indexer." not in name)
 

@@ -102,6 +102,19 @@ def test_a_checkpoint_in_which_nothing_could_be_taught_is_refused(name: str) -> 
         teach(model, tokens(1, 30))
 
 
+@pytest.mark.filterwarnings("ignore:selection")
+def test_a_checkpoint_that_teaches_nothing_may_run_without_a_gradient_first() -> None:
+    """Backward then runs a layer that follows before the one whose blocks it reads."""
+    model, x, found = MODELS["shared index"]().train(), tokens(1, 60), list[list[Tensor]]()
+    model.enable_input_require_grads()
+    for begin in (model.zero_grad, lambda: model.gradient_checkpointing_enable({"use_reentrant": True})):
+        begin()
+        model.zero_grad()
+        model(x, labels=x, use_cache=False).loss.backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    assert_close(*found)
+
+
 def test_nothing_is_added_where_nothing_is_learned(model: Any) -> None:
     x = tokens(1, 40)
     with torch.no_grad():

@@ -64,10 +64,8 @@ def test_a_schedule_holds_still_what_was_pretrained_and_opens_branches(tmp_path:
     run.train()
     changed = {name for name, x in run.model.named_parameters() if not torch.equal(x, before[name])}
     assert changed == {name for name, x in run.model.named_parameters() if id(x) not in held}
-    assert {name.split(".")[-2] for name in changed if "self_attn" in name} == {
-        *(f"{kind}_proj_{tag}" for kind in "kv" for tag in ("cmp", "win")),
-        *("project", "gate"),
-    }
+    new = {f"{kind}_proj_{tag}" for kind in "kv" for tag in ("cmp", "win")} | {"project", "gate"}
+    assert {name.split(".")[-2] for name in changed if "self_attn" in name} == new
     layers = [module for module in run.model.modules() if isinstance(module, ConvertedAttention)]
     assert {layer.options.opening for layer in layers} == {0.5}
     again = type(run.model).from_pretrained(tmp_path / "checkpoint-2")
