@@ -52,11 +52,6 @@ class PassedIndex:
 
     index: SharedIndex | None = None
 
-    def put(self, index: SharedIndex | None) -> None:
-        """Leave an index. What backward runs again leaves none: layers read what they read in forward."""
-        if backward_pass() == -1:
-            self.index = index
-
     def get(self, x: Tensor) -> SharedIndex:
         """Return the index, on the device of ``x``."""
         if self.index is None:

@@ -93,7 +93,7 @@ class NSAttention(SparseLayer, GQAttention):
             out, chosen = run_layer(self, x, heads=heads, layout=layout, selection=selection, index=index, **options)
             out = teaching.attach(out, selection, x.shape[1] * layout.num_ranks)
         if self.options.share_index != 1 and not self.follows:
-            self.passed.put(chosen)
+            self.passed.index = chosen
         return self.wo(as_heads(out, x_BLD))
 
     def _project(self, x_BLD: Tensor, x: Tensor) -> Heads:

@@ -140,7 +140,7 @@ class ConvertedAttention(SparseLayer):
             out, chosen = run_layer(self, x, mods=mods, cache=cache, lengths=rows.num_valid, index=index)
             layer.seen += num_tokens
         if shared_index and self.layer_idx in shared_index:
-            shared_index[self.layer_idx].put(chosen)
+            shared_index[self.layer_idx].index = chosen
         out = out if self.out_gate is None else out * self.out_gate(x).sigmoid()
         return rows.restore(self.o_proj(out), dim=1), None
 

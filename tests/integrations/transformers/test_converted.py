@@ -16,7 +16,7 @@ from flexnsa.config import BRANCHES
 from flexnsa.functional.indices import record_indices, replay_indices
 from flexnsa.layers.compression import average_blocks
 from flexnsa.layers.forward import SparseLayer
-from flexnsa.transformers import FlexNSACache, convert, to_dense
+from flexnsa.transformers import FlexNSACache, convert, recall, to_dense
 from tests.integrations.transformers.families import (
     ALL,
     FAMILIES,
@@ -177,6 +177,7 @@ def test_layers_attend_to_the_blocks_of_the_layer_whose_index_they_read(tmp_path
     first, last = handle.indices()
     with replay_indices(apart, [first, first, last]):
         assert_close(apart(x, use_cache=False).logits, out.logits)
+        assert_close(recall(apart, x), recall(shared, x))
     assert not torch.allclose(apart(x).logits, out.logits)
     assert ["k_index" in cache.buffers for cache in out.past_key_values.kept] == [True, False, True]
     shared.save_pretrained(tmp_path)
