@@ -55,8 +55,7 @@ def scorer(layer: NativeSparseAttention, x: Tensor) -> dict[str, Any]:
         return {"q": q, "k_cmp": k_cmp}
     index, layout = layer.project(x).index, layer.layout(x.shape[1])
     assert index is not None
-    assert layout.index is not None
-    k_index = apply_rope(layer.indexer.phi(index.k), layout.index.blocks)
+    k_index = apply_rope(layer.indexer.phi(index.k), layout.blocks["index"].tables)
     return {"q": q, "k_cmp": None, "q_index": apply_rope(index.q, layout.tokens), "k_index": k_index}
 
 
@@ -72,4 +71,4 @@ def scoring_inputs(layer: NativeSparseAttention, x: Tensor) -> tuple[Tensor, Ten
         layer.get_submodule(name)(x).unflatten(-1, (-1, layer.head_dim)).transpose(1, 2) for name in ("w_q", keys)
     )
     layout = layer.layout(x.shape[1])
-    return apply_rope(q, layout.tokens), apply_rope(layer.phi_k(k_cmp), layout.blocks)
+    return apply_rope(q, layout.tokens), apply_rope(layer.phi_k(k_cmp), layout.blocks["cmp"].tables)

@@ -97,16 +97,16 @@ def collect_keys(
     Returns:
         The rotated queries, keys and values, and the scorer of :class:`Read`.
     """
-    both = None
-    if "cmp" in branches and isinstance(source, RowKeys) and layout.first_tokens is None:
+    both, blocks = None, layout.blocks["cmp"]
+    if "cmp" in branches and isinstance(source, RowKeys) and blocks.first_tokens is None:
         both = compress_both(compressors.k, compressors.v, heads.k["cmp"], heads.v["cmp"])
 
     def compress_keys(raw: Tensor) -> Tensor:
-        k_cmp = given(compressors.k)(raw, layout.first_tokens) if both is None else both[0]
-        return apply_rope(k_cmp, layout.blocks)
+        k_cmp = given(compressors.k)(raw, blocks.first_tokens) if both is None else both[0]
+        return apply_rope(k_cmp, blocks.tables)
 
     def compress_values(raw: Tensor) -> Tensor:
-        return given(compressors.v)(raw, layout.first_tokens) if both is None else both[1]
+        return given(compressors.v)(raw, blocks.first_tokens) if both is None else both[1]
 
     q = apply_rope(heads.q, layout.tokens)
     read: dict[str, Tensor] = {}
@@ -133,19 +133,19 @@ def collect_keys(
 
 def _index_keys(index: IndexHeads, layout: RowLayout, compressors: Compressors, source: KeySource) -> Tensor:
     """Compress and rotate index keys, or rotate those of single tokens."""
-    where, phi = given(layout.index), compressors.phi_index
+    blocks, phi = layout.blocks["index"], compressors.phi_index
     if phi is None:
         return source.of_tokens("k_index", apply_rope(index.k, layout.tokens))
 
     def compress(raw: Tensor) -> Tensor:
-        return apply_rope(phi(raw, where.first_tokens), where.blocks)
+        return apply_rope(phi(raw, blocks.first_tokens), blocks.tables)
 
     return source.of_blocks("k_index", index.k, compress)
 
 
 def _scorer(q: Tensor, k: Tensor, of_layer: Tensor, layout: RowLayout, call: Call) -> Scorer:
     """Locate index queries among index keys, with a scale for their dims."""
-    positions, mod = given(layout.index).positions, mod_of_index_heads(call.score_mod, of_layer.shape[1], q.shape[1])
+    positions, mod = layout.blocks["index"].positions, mod_of_index_heads(call.score_mod, of_layer.shape[1], q.shape[1])
     dim = call.config.index_head_dim
     scale = call.scale if dim is None else call.scale * (of_layer.shape[3] / dim) ** 0.5
     return Scorer(q, k, Call(call.config.scoring, scale, mod, positions, positions))

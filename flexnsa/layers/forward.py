@@ -296,7 +296,8 @@ class SparseLayer(nn.Module):
         if self.dense_branches is not None and isinstance(source, RowKeys):
             implementation = with_all_tokens(implementation, needs_lse=by.sinks is not None)
             by = by._replace(branches=self.dense_branches)
-            _ = [table.shape for table in layout.blocks]  # so torch.compile sees them vary before a graph reads them
+            # So torch.compile sees them vary before a graph reads them
+            _ = [table.shape for table in layout.blocks["cmp"].tables]
         implementation = with_sinks(implementation, by.sinks)
         checked = by.check_parameters and not (cached or torch.compiler.is_compiling())
         implementation.check(x=x, **(dict(self.named_parameters()) if checked else {}))

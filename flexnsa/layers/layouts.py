@@ -6,7 +6,7 @@ besides those of the new tokens (:class:`KeySource`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import NamedTuple, Protocol
 
@@ -87,9 +87,15 @@ All at once, because some embeddings look at the largest position.
 
 
 class BlockLayout(NamedTuple):
-    """Positions of compressed tokens of one size: the fields of :class:`RowLayout` that depend on it."""
+    """Positions of compressed tokens, or index keys.
 
-    blocks: RopeTables
+    Args:
+        tables: rotary tables, each at its block's first token.
+        first_tokens: int ``(B, N)``, where blocks begin among the raw keys; None for every ``d``.
+        positions: of the queries among them.
+    """
+
+    tables: RopeTables
     first_tokens: Tensor | None
     positions: Positions | None
 
@@ -122,24 +128,19 @@ class RowLayout(Layout):
     """Positions of tokens and compressed tokens.
 
     Args:
-        blocks: rotary tables of the compressed tokens, each at its block's first token.
-        first_tokens: int ``(B, N)``, where blocks begin among the raw keys; None for every ``d``.
+        blocks: by kind of buffer, ``cmp`` and, in a layer with an indexer, ``index``.
         window_positions: of the queries among the keys of the window; ``positions`` are those among all others.
-        index: of index keys, in a layer with an indexer.
         num_ranks: how many ranks share the tokens of a sequence.
     """
 
-    blocks: RopeTables
-    first_tokens: Tensor | None = None
+    blocks: Mapping[str, BlockLayout]
     window_positions: Positions | None = None
-    index: BlockLayout | None = None
     num_ranks: int = 1
 
     @property
     def block_starts(self) -> dict[str, Tensor]:
         """Where the blocks of packed tokens begin, by kind of buffer."""
-        starts = {"cmp": self.first_tokens, "index": None if self.index is None else self.index.first_tokens}
-        return {kind: first for kind, first in starts.items() if first is not None}
+        return {kind: x.first_tokens for kind, x in self.blocks.items() if x.first_tokens is not None}
 
 
 def check_layout(layout: Layout, x: Tensor, document_ids: Tensor | None, sizes: LayoutSizes) -> None:
@@ -177,38 +178,25 @@ def lay_out_rows(
     sizes: LayoutSizes | None = None,
 ) -> RowLayout:
     """Lay out rows as :func:`row_layout` does, of a layer that rotates in its own way."""
-    kinds = [_locate_blocks(seq_len, document_ids, of_kind, device) for of_kind in config.compressed.values()]
-    positions = kinds[0].positions
+    found = {kind: _locate_blocks(seq_len, document_ids, x, device) for kind, x in config.compressed.items()}
+    *_, positions = found["cmp"]
     token = torch.arange(seq_len, device=device) if positions is None else positions.token - positions.start
-    tokens, *tables = rotate(token, *(kind.token for kind in kinds))
-    blocks, *index = (BlockLayout(table, kind.first, kind.positions) for table, kind in zip(tables, kinds, strict=True))
-    return RowLayout(
-        tokens,
-        blocks.blocks,
-        first_tokens=blocks.first_tokens,
-        window_positions=positions,
-        index=index[0] if index else None,
-        positions=positions,
-        sizes=sizes,
-    )
+    tokens, *tables = rotate(token, *(first for first, *_ in found.values()))
+    kinds = zip(tables, found.items(), strict=True)
+    blocks = {kind: BlockLayout(table, first, where) for table, (kind, (_, first, where)) in kinds}
+    return RowLayout(tokens, blocks=blocks, window_positions=positions, positions=positions, sizes=sizes)
 
 
-class _Blocks(NamedTuple):
-    """Compressed tokens: the positions of their first tokens, and the fields of :class:`BlockLayout`."""
-
-    token: Tensor
-    first: Tensor | None
-    positions: Positions | None
-
-
-def _locate_blocks(seq_len: int, document_ids: Tensor | None, config: NSAConfig, device: torch.device) -> _Blocks:
-    """Locate the compressed tokens of ``config``."""
+def _locate_blocks(
+    seq_len: int, document_ids: Tensor | None, config: NSAConfig, device: torch.device
+) -> tuple[Tensor, Tensor | None, Positions | None]:
+    """Return the positions of compressed tokens in their documents, and the fields of :class:`BlockLayout`."""
     length = num_compressed(seq_len, config)
     if document_ids is None:
-        return _Blocks(torch.arange(length, device=device) * config.compress_stride, None, None)
+        return torch.arange(length, device=device) * config.compress_stride, None, None
     positions = document_positions(document_ids, config)
     first = first_tokens(positions, length, config)
-    return _Blocks((positions.token - positions.start).gather(1, first.to(torch.int64)), first, positions)
+    return (positions.token - positions.start).gather(1, first.to(torch.int64)), first, positions
 
 
 def step_layout(step: Step, *, head_dim: int, rope_base: float, dtype: torch.dtype) -> RowLayout:
@@ -223,17 +211,9 @@ def step_layout(step: Step, *, head_dim: int, rope_base: float, dtype: torch.dty
 
 def lay_out_cached(step: Step, rotate: Rotate) -> RowLayout:
     """Lay out a step as :func:`step_layout` does, of a layer that rotates in its own way."""
-    positions, kinds = step.positions, step.blocks.items()
-    tokens, *tables = rotate(positions.token, *(new.token for _, new in kinds))
-    made = {
-        kind: BlockLayout(table, new.first_tokens, positions) for table, (kind, new) in zip(tables, kinds, strict=True)
-    }
-    blocks, first_tokens, _ = made["cmp"]
-    return RowLayout(  # by keywords: Dynamo of torch 2.11 binds others to the fields of the base class first
-        tokens,
-        blocks,
-        first_tokens=first_tokens,
-        window_positions=step.window_positions,
-        index=made.get("index"),
-        positions=positions,
-    )
+    positions = step.positions
+    tokens, *tables = rotate(positions.token, *(new.token for new in step.blocks.values()))
+    kinds = zip(tables, step.blocks.items(), strict=True)
+    blocks = {kind: BlockLayout(table, new.first_tokens, positions) for table, (kind, new) in kinds}
+    # By keywords: Dynamo of torch 2.11 binds others to the fields of the base class first
+    return RowLayout(tokens, blocks=blocks, window_positions=step.window_positions, positions=positions)

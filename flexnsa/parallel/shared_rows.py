@@ -151,31 +151,30 @@ def lay_out_shared_rows(
         whole = lay_out_rows(seq_len * ranks.size, document_ids, config, rotate, device, sizes)
         return _of_chunks(whole, token, _among_window_keys(first, second, config), SharedPackKeys(ranks, config))
     positions = Positions.of_queries(token)
-    starts = [_block_starts(first, second, of_kind) for of_kind in config.compressed.values()]
-    tokens, *tables = rotate(token, *starts)
-    blocks, *index = (BlockLayout(table, None, positions) for table in tables)
+    starts = {kind: _block_starts(first, second, of_kind) for kind, of_kind in config.compressed.items()}
+    tokens, *tables = rotate(token, *starts.values())
     return RowLayout(
         tokens,
-        blocks.blocks,
+        blocks={kind: BlockLayout(table, None, positions) for kind, table in zip(starts, tables, strict=True)},
         positions=positions,
         window_positions=_among_window_keys(first, second, config),
         source=SharedKeys(ranks, config),
         sizes=sizes,
-        index=index[0] if index else None,
         num_ranks=ranks.size,
     )
 
 
 def _of_chunks(whole: RowLayout, token: Tensor, window: Positions, source: SharedPackKeys) -> RowLayout:
     """Return the layout of the tokens ``(T,)`` of a rank, given that of whole rows."""
-    positions, index = given(whole.positions).at_tokens(token), whole.index
+    blocks = {kind: x._replace(positions=given(x.positions).at_tokens(token)) for kind, x in whole.blocks.items()}
+    positions = given(blocks["cmp"].positions)
     return replace(
         whole,
         tokens=RopeTables(*(table.index_select(-2, token) for table in whole.tokens)),
+        blocks=blocks,
         positions=positions,
         window_positions=replace(window, start=window.start + positions.start),
         source=source,
-        index=None if index is None else index._replace(positions=given(index.positions).at_tokens(token)),
         num_ranks=source.ranks.size,
     )
 

@@ -60,7 +60,7 @@ def test_an_untaught_indexer_scores_by_the_means_of_the_layers_queries_and_keys(
     config = replace(INDEXED, index_heads=index_heads)
     layer, x = make(config=config), tokens(2, 150)
     heads, layout = layer.project(x), layer.layout(150)
-    k_index = apply_rope(average_blocks(heads.k["slc"], None, config.scoring), layout.index.blocks)
+    k_index = apply_rope(average_blocks(heads.k["slc"], None, config.scoring), layout.blocks["index"].tables)
     q_index = apply_rope(heads.q.unflatten(1, (2 * index_heads, -1)).mean(2), layout.tokens)
     q = apply_rope(heads.q, layout.tokens)
     expected = select_blocks(q, None, q_index=q_index, k_index=k_index, config=config)

@@ -39,7 +39,7 @@ def test_recall_is_that_of_the_blocks_and_heads_of_the_model() -> None:
     traced = sorted(trace_selection(model, TOKENS), key=lambda head: head.head)
     heads, layout = layer.project(seen[0]), layer.layout(100)
     q, k = apply_rope(heads.q, layout.tokens), apply_rope(heads.k["slc"], layout.tokens)
-    keys = apply_rope(layer.get_submodule("phi_k")(heads.k["cmp"]), layout.blocks)
+    keys = apply_rope(layer.get_submodule("phi_k")(heads.k["cmp"]), layout.blocks["cmp"].tables)
     blocks = select_blocks(q, keys, config=NSA)
     for forced, name in ((False, "recall"), (True, "recall_with_forced")):
         want = selection_recall(q, k, blocks, config=NSA, forced=forced)
