@@ -9,10 +9,10 @@ from torch import Tensor
 
 from flexnsa.cache.documents import locate_documents, unpack
 from flexnsa.cache.rows import RowCache
-from flexnsa.cache.steps import Step, locate, ring_slots_before
+from flexnsa.cache.steps import TAILS, NewBlocks, Step, count_compressed
 from flexnsa.config import kind_of
 from flexnsa.masks.positions import Positions
-from flexnsa.primitives import check_type
+from flexnsa.primitives import check_type, may_look
 
 
 class StepCache(RowCache):
@@ -35,9 +35,44 @@ class StepCache(RowCache):
         """
         check_type("ordered", ordered, bool)
         longest = self.check_room(num_tokens, lengths)
-        before = self.lengths[:, None]
+        sizes, before = self.sizes, self.lengths[:, None]
         end = before + (num_tokens if lengths is None else lengths[:, None].to(torch.int32))
-        return locate(before, end, self._zero, num_tokens, self.sizes, ordered=ordered, longest=longest)
+        after = end.clamp_max(sizes.max_seq_len)
+        position = before + torch.arange(num_tokens, dtype=torch.int32, device=before.device)
+        new = position < after
+        blocks: dict[str, NewBlocks] = {}
+        found: dict[str, tuple[Tensor, Tensor]] = {}
+        for kind, config in sizes.compressed.items():
+            stride, block = config.compress_stride, count_compressed(before, config)
+            if num_tokens > stride:
+                block = block + torch.arange(-(-num_tokens // stride), dtype=torch.int32, device=before.device)
+            complete = block < count_compressed(after, config)
+            first = (block * stride - before + sizes.lookback[TAILS[kind]]).clamp_max(num_tokens - 1)
+            blocks[kind] = NewBlocks(block * stride, first, not may_look(before) or bool(complete.any()))
+            found[kind] = block, complete
+
+        # Padding has the position of the last token, so that positions neither decrease nor exceed the buffers.
+        token = torch.minimum(position, after - 1)
+        zero = self._zero.expand_as(token)  # which is in memory already, so that no step writes it
+        # One token overwrites the one that leaves the window. The buffer then is the window and need not be copied: its
+        # order makes no difference to attention without mods.
+        in_place = num_tokens == 1 and sizes.max_rewind == 1 and not ordered
+        if in_place:
+            window_positions = Positions(token.clamp_max(sizes.lookback["win"]), zero, zero)
+        else:
+            first = sizes.lookback["win"] - before  # of the sequence's tokens, among the window's
+            window_positions = Positions(token + first, first.expand_as(token), zero)
+        return Step(
+            before=before,
+            after=after,
+            positions=Positions(token, zero, zero),
+            window_positions=window_positions,
+            window_in_place=in_place,
+            blocks=blocks,
+            slots=sizes.slots(position, new, after, found),
+            lost=(position >= after) & (position < end),
+            longest=longest,
+        )
 
     def begin_rows(
         self, num_tokens: int, lengths: Tensor | None, positions: Positions | None, block_starts: Mapping[str, Tensor]
@@ -82,7 +117,8 @@ class StepCache(RowCache):
             self._update_reached(step)  # even if the step fails, a token is overwritten
             return self.buffers[name][:, :, :-1]
         self.keep(name, rows, step)
-        slots = ring_slots_before(step, self.sizes.lookback[kind], self.sizes.size(kind))
+        back = torch.arange(-self.sizes.lookback[kind], 0, dtype=torch.int32, device=step.before.device)
+        slots = (step.before + back).remainder(self.sizes.size(kind)).long()
         return torch.cat((self.buffers[name][self._column, :, slots].transpose(1, 2), rows), dim=2)
 
     def end(self, step: Step) -> None:
