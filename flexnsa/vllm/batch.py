@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import cached_property, wraps
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -71,20 +71,17 @@ class Batch(AttentionMetadata):
             self._made[key] = make()
         return self._made[key]
 
-    @property
-    @once
+    @cached_property
     def num_decode_tokens(self) -> int:
         """New tokens of the requests that decode."""
         return int(self.host_starts[self.num_decodes])
 
-    @property
-    @once
+    @cached_property
     def num_tokens(self) -> int:
         """New tokens, without padding."""
         return int(self.host_starts[-1])
 
-    @property
-    @once
+    @cached_property
     def tokens(self) -> Located:
         """Locate the new tokens, padding included: the request and the position of each."""
         token = torch.arange(len(self.slots), dtype=self.starts.dtype, device=self.starts.device)
@@ -113,14 +110,12 @@ class Batch(AttentionMetadata):
         token = torch.nonzero_static(ends, size=most, fill_value=-1)[:, 0]
         return Located(request[token], position[token].where(token >= 0, -1))
 
-    @property
-    @once
+    @cached_property
     def longest_decode(self) -> int:
         """Upper bound of the tokens of a request that decodes."""
         return int(self.host_lengths[: self.num_decodes].max())
 
-    @property
-    @once
+    @cached_property
     def decodes(self) -> tuple[Tensor, Tensor]:
         """Where the new tokens of requests that decode are in the batch, and their positions, each int64 ``(R, T)``.
 
@@ -132,16 +127,14 @@ class Batch(AttentionMetadata):
         position = (row - end + self.lengths[: self.num_decodes, None]).clamp_min(0)
         return row.clamp_max(len(self.slots) - 1), position
 
-    @property
-    @once
+    @cached_property
     def decoded_tokens(self) -> Tensor:
         """Positions of :attr:`decodes`, at most each request's last, and zeros for the kernels, int32 ``(3, R, T)``."""
         last = self.lengths[: self.num_decodes, None] - 1
         position = torch.minimum(self.decodes[1], last).clamp_min(0).to(torch.int32)
         return torch.stack((position, *[torch.zeros_like(position)] * 2))
 
-    @property
-    @once
+    @cached_property
     def decoded_rows(self) -> Tensor:
         """Which entry of :attr:`decodes` each new token of requests that decode is, int64 ``(T,)``."""
         token = torch.arange(self.num_decode_tokens, device=self.starts.device)
