@@ -82,7 +82,30 @@ def _join_means(means: Tensor, num_tokens: int, config: NSAConfig) -> Tensor:
     return _add_neighbours(parts, num_compressed(num_tokens, config)) / size
 
 
-class MeanCompressor(nn.Module):
+class Compressor(nn.Module):
+    """What all compressors share: the sizes that they are called with, and how they start."""
+
+    begins_as_mean = False
+
+    def __init__(self, num_kv_heads: int, head_dim: int, *, config: NSAConfig) -> None:
+        super().__init__()
+        check_positive_int("num_kv_heads", num_kv_heads)
+        check_positive_int("head_dim", head_dim)
+        check_type("config", config, NSAConfig)
+        self.shape, self.config = (num_kv_heads, head_dim), config
+
+    def reset_parameters(self) -> None:
+        """Initialise the weights, as the mean if that was chosen before."""
+        for child in self.children():
+            child.reset_parameters()  # pyright: ignore[reportCallIssue]
+        if self.begins_as_mean:
+            self.begin_as_mean()
+
+    def begin_as_mean(self) -> None:
+        """Initialise the weights, if there are any, as the mean of a block, also whenever they are reset."""
+
+
+class MeanCompressor(Compressor):
     """Compressor that averages each block, without parameters.
 
     Args:
@@ -95,48 +118,26 @@ class MeanCompressor(nn.Module):
         ValueError: a size is out of range; in a call, a tensor has the wrong shape, dtype or device.
     """
 
-    def __init__(self, num_kv_heads: int, head_dim: int, *, config: NSAConfig) -> None:
-        super().__init__()
-        _check_sizes(num_kv_heads, head_dim, config)
-        self.shape = (num_kv_heads, head_dim)
-        self.config = config
-
     def forward(self, x: Tensor, first_tokens: Tensor | None = None) -> Tensor:
         """Compress ``(B, Hkv, S, D)`` to ``(B, Hkv, N, D)``; blocks start every ``d`` or at ``first_tokens (B, N)``."""
         check_input(x, first_tokens, self.shape, self.config)
         return average_blocks(x, first_tokens, self.config)
 
-    def reset_parameters(self) -> None:
-        """Do nothing: there are no parameters."""
 
-    def begin_as_mean(self) -> None:
-        """Do nothing: this is the mean already."""
-
-
-class LinearCompressor(nn.Module):
+class LinearCompressor(Compressor):
     """Compressor that maps each block, with intra-block position encoding added, to one vector by a learned matrix.
 
     Arguments and errors are those of :class:`MeanCompressor`.
     """
 
-    begins_as_mean = False
-
     def __init__(self, num_kv_heads: int, head_dim: int, *, config: NSAConfig) -> None:
-        super().__init__()
-        _check_sizes(num_kv_heads, head_dim, config)
-        self.shape = (num_kv_heads, head_dim)
+        super().__init__(num_kv_heads, head_dim, config=config)
         self.project = BlockLinear(head_dim, head_dim, config)
 
     def forward(self, x: Tensor, first_tokens: Tensor | None = None) -> Tensor:
         """Compress ``(B, Hkv, S, D)`` to ``(B, Hkv, N, D)``; blocks start every ``d`` or at ``first_tokens (B, N)``."""
-        check_input(x, first_tokens, self.shape, self.project.config, weight_of(self.project))
+        check_input(x, first_tokens, self.shape, self.config, weight_of(self.project))
         return self.project(x, first_tokens)
-
-    def reset_parameters(self) -> None:
-        """Initialise the weights, as the mean if that was chosen before."""
-        self.project.reset_parameters()
-        if self.begins_as_mean:
-            self.begin_as_mean()
 
     @torch.no_grad()
     def begin_as_mean(self) -> None:
@@ -146,19 +147,15 @@ class LinearCompressor(nn.Module):
         self.begins_as_mean = True
 
 
-class MLPCompressor(nn.Module):
+class MLPCompressor(Compressor):
     """Compressor that maps each block, with intra-block position encoding added, to one vector by a two-layer MLP.
 
     It is the paper's choice. ``hidden_dim`` defaults to ``4 * head_dim``; other arguments and errors are those of
     :class:`MeanCompressor`.
     """
 
-    begins_as_mean = False
-
     def __init__(self, num_kv_heads: int, head_dim: int, *, config: NSAConfig, hidden_dim: int | None = None) -> None:
-        super().__init__()
-        _check_sizes(num_kv_heads, head_dim, config)
-        self.shape = (num_kv_heads, head_dim)
+        super().__init__(num_kv_heads, head_dim, config=config)
         hidden_dim = 4 * head_dim if hidden_dim is None else hidden_dim
         check_positive_int("hidden_dim", hidden_dim)
         self.project = BlockLinear(head_dim, hidden_dim, config)
@@ -166,15 +163,8 @@ class MLPCompressor(nn.Module):
 
     def forward(self, x: Tensor, first_tokens: Tensor | None = None) -> Tensor:
         """Compress ``(B, Hkv, S, D)`` to ``(B, Hkv, N, D)``; blocks start every ``d`` or at ``first_tokens (B, N)``."""
-        check_input(x, first_tokens, self.shape, self.project.config, weight_of(self.project))
+        check_input(x, first_tokens, self.shape, self.config, weight_of(self.project))
         return by_rows(self.out, F.silu(self.project(x, first_tokens)))
-
-    def reset_parameters(self) -> None:
-        """Initialise the weights, as the mean if that was chosen before."""
-        self.project.reset_parameters()
-        self.out.reset_parameters()
-        if self.begins_as_mean:
-            self.begin_as_mean()
 
     @torch.no_grad()
     def begin_as_mean(self) -> None:
@@ -253,12 +243,6 @@ def as_phi(compressor: object) -> CompressorWeights | None:
 
 
 COMPRESSORS = {"mean": MeanCompressor, "linear": LinearCompressor, "mlp": MLPCompressor}
-
-
-def _check_sizes(num_kv_heads: int, head_dim: int, config: NSAConfig) -> None:
-    check_positive_int("num_kv_heads", num_kv_heads)
-    check_positive_int("head_dim", head_dim)
-    check_type("config", config, NSAConfig)
 
 
 def check_input(

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from flexnsa.layers.attention import NativeSparseAttention
-from flexnsa.layers.compression import LinearCompressor, MeanCompressor, MLPCompressor
+from flexnsa.layers.compression import Compressor
 from flexnsa.parallel.layers_of import attention_layers, check_layer, check_not_shared
 from flexnsa.parallel.shared_losses import OverHeads
 
@@ -66,7 +66,7 @@ def parallelize_attention(layer: NativeSparseAttention, mesh: DeviceMesh) -> Nat
     layer.losses_over += (OverHeads(mesh.get_group().group_name),)
     layer.register_forward_pre_hook(_check_no_mods, with_kwargs=True)
     for compressor in layer.modules():
-        if isinstance(compressor, MeanCompressor | LinearCompressor | MLPCompressor):
+        if isinstance(compressor, Compressor):
             compressor.shape = (layer.num_kv_heads, compressor.shape[1])
             for parameter in compressor.parameters():
                 parameter.register_hook(lambda gradient: wait_tensor(all_reduce(gradient, "sum", mesh)))
