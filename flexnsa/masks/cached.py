@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from flexnsa.config import NSAConfig, num_blocks
-from flexnsa.masks.intervals import Intervals, MaskMod, by_query, stored
+from flexnsa.masks.intervals import Intervals, by_query, stored
 
 
 def cached_selected_mask(
@@ -32,12 +32,13 @@ def cached_selected_mask(
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:  # noqa: ARG001
         return kv_idx <= token_of(b, q_idx // rows)
 
-    return _forward_mask(
+    return BlockMask.from_kv_blocks(
         (block_indices >= 0).sum(-1, dtype=torch.int32),
         block_indices.clamp(0, num_blocks(num_keys, config) - 1),  # never out of bounds, whatever was selected
-        num_keys,
-        (rows, config.select_block_size),
-        mask_mod,
+        BLOCK_SIZE=(rows, config.select_block_size),
+        mask_mod=mask_mod,
+        seq_lengths=(block_indices.shape[2] * rows, num_keys),
+        compute_q_blocks=False,
     )
 
 
@@ -60,29 +61,11 @@ def cached_interval_mask(intervals: Intervals, num_keys: int, *, rows: int, tile
         query = q_idx // rows
         return (lo_of(b, query) <= kv_idx) & (kv_idx < hi_of(b, query))
 
-    return _forward_mask(
+    return BlockMask.from_kv_blocks(
         ((hi + tile - 1) // tile - first).clamp_min(0)[:, None],
         lists.clamp_max(num_tiles - 1)[:, None],
-        num_keys,
-        (rows, tile),
-        mask_mod,
-    )
-
-
-def _forward_mask(
-    counts: Tensor, tiles: Tensor, num_keys: int, block_size: tuple[int, int], mask_mod: MaskMod
-) -> BlockMask:
-    """Return the mask whose tile row ``t`` lists the first ``counts[..., t]`` of ``tiles[..., t, :]``."""
-    return BlockMask(
-        seq_lengths=(tiles.shape[2] * block_size[0], num_keys),
-        kv_num_blocks=counts,
-        kv_indices=tiles,
-        full_kv_num_blocks=None,
-        full_kv_indices=None,
-        q_num_blocks=None,
-        q_indices=None,
-        full_q_num_blocks=None,
-        full_q_indices=None,
-        BLOCK_SIZE=block_size,
+        BLOCK_SIZE=(rows, tile),
         mask_mod=mask_mod,
+        seq_lengths=(hi.shape[1] * rows, num_keys),
+        compute_q_blocks=False,
     )

@@ -79,19 +79,11 @@ def selected_mask(
     replicas = _balance(torch.where(valid, tiles, num_tiles), num_tiles, capacity=size * num_selected)
     first = stored(first.flatten(-2).gather(-1, replicas.first_pair))
     tokens = first[..., None] + torch.arange(size, dtype=torch.int32, device=first.device)
-    block_mask = BlockMask(
-        seq_lengths=(num_queries * rows, first.shape[-1] * size),
-        kv_num_blocks=valid.sum(-1, dtype=torch.int32),
-        kv_indices=replicas.of_pair,
-        full_kv_num_blocks=None,
-        full_kv_indices=None,
-        q_num_blocks=replicas.num_queries,
-        q_indices=replicas.queries,
-        full_q_num_blocks=None,
-        full_q_indices=None,
-        BLOCK_SIZE=(rows, size),
-        mask_mod=causal(first, positions, size, rows),
-    )
+    full = None, None  # no tile is seen in full
+    kv_lists = valid.sum(-1, dtype=torch.int32), replicas.of_pair, *full
+    q_lists = replicas.num_queries, replicas.queries, *full
+    lengths, mask_mod = (num_queries * rows, first.shape[-1] * size), causal(first, positions, size, rows)
+    block_mask = BlockMask(lengths, *kv_lists, *q_lists, (rows, size), mask_mod)
     return SelectedMask(block_mask, tokens.flatten(-2).clamp(0, num_keys - 1))
 
 

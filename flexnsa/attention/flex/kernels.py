@@ -152,7 +152,8 @@ def _fit_to_kernels(
             kv_indices = kv_indices + step
             full_kv_indices = None if full_kv_indices is None else full_kv_indices + step
         else:
-            kv_indices = _overlapping(kv_indices, num_tiles)
+            flat = F.pad(kv_indices.flatten(), (0, num_tiles))  # after its own entries each list overlaps the next ones
+            kv_indices = flat.as_strided((*kv_indices.shape[:3], num_tiles), kv_indices.stride())
         options = {}
     else:
         options = {"BACKEND": "TRITON", **options}
@@ -177,12 +178,6 @@ def _fit_to_kernels(
         mask.mask_mod,
     )
     return fitted, options
-
-
-def _overlapping(indices: Tensor, width: int) -> Tensor:
-    """View lists ``(B, H, R, n)`` as ``(B, H, R, width)``; after its own entries each overlaps the next lists."""
-    flat = F.pad(indices.flatten(), (0, width))
-    return flat.as_strided((*indices.shape[:3], width), indices.stride())
 
 
 def rows_of_query(q: Tensor, k: Tensor) -> int:
