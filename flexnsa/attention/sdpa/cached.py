@@ -97,12 +97,7 @@ def _attend_and_score(
 
 @_attend_and_score.register_fake
 def _(
-    q: Tensor,
-    k_cmp: Tensor,
-    v_cmp: Tensor | None,
-    token: Tensor,  # noqa: ARG001
-    sizes: Sequence[int],
-    scale: float,  # noqa: ARG001
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor | None, _token: Tensor, sizes: Sequence[int], _scale: float
 ) -> tuple[Tensor, Tensor]:
     num_blocks = blocks_within(k_cmp.shape[2], NSAConfig.from_ints(sizes))
     importance = q.new_empty(*k_cmp.shape[:2], q.shape[2], num_blocks, dtype=torch.float32)

@@ -109,11 +109,8 @@ def _loss_and_gradients(
     if targets.device.type == "cpu":
         _check_range(targets[~ignored[:, 0]], len(weight))
     classes = targets.to(torch.int64)[:, None].masked_fill(ignored, 0)
-    wide = torch.promote_types(dtype, torch.float32)
-    total = hidden.new_zeros((), dtype=wide)
-    grad_hidden = torch.empty_like(hidden) if hidden_grad else hidden.new_empty(0)
-    grad_weight = weight.new_zeros(weight.shape if weight_grad else 0, dtype=torch.promote_types(wide, weight.dtype))
-    factor = weight.to(dtype)
+    total, grad_hidden, grad_weight = _new_results(hidden, weight, dtype, hidden_grad, weight_grad)
+    wide, factor = total.dtype, weight.to(dtype)
     size = rows_at_once(len(weight), dtype.itemsize)
     if len(weight) == 0:  # with an empty vocabulary no token has a loss
         return total, grad_hidden.zero_(), grad_weight
@@ -152,22 +149,17 @@ def _scaled(grad_loss: Tensor, gradient: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(gradient, grad_loss.view([1] * gradient.dim()), out=out)
 
 
-@_loss_and_gradients.register_fake
-def _(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,  # noqa: ARG001
-    ignore_index: int,  # noqa: ARG001
-    dtype: torch.dtype,
-    hidden_grad: bool,
-    weight_grad: bool,
+def _new_results(
+    hidden: Tensor, weight: Tensor, dtype: torch.dtype, hidden_grad: bool, weight_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate a sum and its gradients; those that are added up are 0."""
     wide = torch.promote_types(dtype, torch.float32)
-    return (
-        hidden.new_empty((), dtype=wide),
-        torch.empty_like(hidden) if hidden_grad else hidden.new_empty(0),
-        weight.new_empty(weight.shape if weight_grad else 0, dtype=torch.promote_types(wide, weight.dtype)),
-    )
+    grad_hidden = torch.empty_like(hidden) if hidden_grad else hidden.new_empty(0)
+    grad_weight = weight.new_zeros(weight.shape if weight_grad else 0, dtype=torch.promote_types(wide, weight.dtype))
+    return hidden.new_zeros((), dtype=wide), grad_hidden, grad_weight
+
+
+_loss_and_gradients.register_fake(lambda hidden, weight, *rest: _new_results(hidden, weight, *rest[2:]))
 
 
 @_scaled.register_fake
