@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from flexnsa.layers.attention import NativeSparseAttention
 from flexnsa.layers.projection import weight_of
 from flexnsa.lm.model.decoder import DecoderLM
-from flexnsa.lm.model.head_loss import only_multiplies
+from flexnsa.lm.model.loss import only_multiplies
 from flexnsa.lm.training.trainer import Trainer
 
 _PARTS = {

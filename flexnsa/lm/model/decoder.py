@@ -24,8 +24,7 @@ from flexnsa.lm.dense.cache import DenseCache
 from flexnsa.lm.generation.generate import generate_tokens
 from flexnsa.lm.model.caches import check_caches
 from flexnsa.lm.model.config import DecoderConfig
-from flexnsa.lm.model.head_loss import head_cross_entropy
-from flexnsa.lm.model.loss import check_targets
+from flexnsa.lm.model.loss import check_targets, head_cross_entropy
 from flexnsa.masks.user_mods import MaskMod, ScoreMod
 from flexnsa.operators.checkpointing import keep_selection
 from flexnsa.operators.opaque import in_transform

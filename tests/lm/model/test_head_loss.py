@@ -16,7 +16,7 @@ from torch.testing import assert_close
 
 from flexnsa.lm import DecoderConfig, DecoderLM
 from flexnsa.lm.model import loss
-from flexnsa.lm.model.head_loss import head_cross_entropy, only_multiplies
+from flexnsa.lm.model.loss import head_cross_entropy, only_multiplies
 
 CONFIG = DecoderConfig(dim=32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=50)
 CHUNKS = {"one chunk": 2**30, "several chunks": 14 * 4 * CONFIG.vocab_size, "a position each": 4 * CONFIG.vocab_size}
