@@ -24,8 +24,8 @@ from flexnsa.layers.indexer import Indexer, SelectionLoss, SharedIndex, check_in
 from flexnsa.layers.key_indexer import INDEXERS
 from flexnsa.layers.layouts import LayoutSizes, RowLayout, check_layout, row_layout, step_layout
 from flexnsa.layers.presets import describe_layer
-from flexnsa.layers.projection import computed_dtype, project_named, split_heads, weight_of
-from flexnsa.layers.step import step_inputs, takes_step
+from flexnsa.layers.projection import computed_dtype, project_few, project_named, split_heads, weight_of
+from flexnsa.layers.step import lay_out_step, takes_step
 from flexnsa.masks.user_mods import MaskMod, Mods, ScoreMod
 from flexnsa.primitives import check_layer_input, check_lengths, check_type
 
@@ -232,8 +232,27 @@ class NativeSparseAttention(SparseLayer):
         """Project new tokens, and return the arguments of a kernel that computes the whole step."""
         if lengths is not None:
             check_lengths(lengths, x)
-        modules = self._maps(self.branches), self.gate, self._compressors(), self.indexer
-        return step_inputs(x, cache, lengths, *modules, rope_base=self.rope_base, block_indices=block_indices)
+        maps = self._maps(self.branches)
+        rows = dict(zip(maps, project_few(x, list(maps.values())), strict=True))
+        index = None
+        if self.indexer is not None:
+            heads = split_heads(rows["q"], self.num_heads), split_heads(rows["k_slc"], self.num_kv_heads)
+            index = self.indexer.changed(project_few(x, self.indexer.maps), *heads)
+        return lay_out_step(
+            cache,
+            lengths,
+            self._compressors(),
+            q=rows["q"],
+            k={tag: rows[f"k_{tag}"] for tag in self.branches},
+            v={tag: rows[f"v_{tag}"] for tag in self.branches},
+            gates=rows["gate"],
+            gate=self.gate.kind,
+            index=index,
+            num_heads=self.num_heads,
+            scale=self.head_dim**-0.5,
+            rope_base=self.rope_base,
+            block_indices=block_indices,
+        )
 
     @property
     def layout_sizes(self) -> LayoutSizes:

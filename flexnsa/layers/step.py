@@ -14,7 +14,7 @@ from flexnsa.layers.compression import as_phi
 from flexnsa.layers.core import Compressors
 from flexnsa.layers.gating import Gate
 from flexnsa.layers.indexer import Indexer, IndexHeads
-from flexnsa.layers.projection import has_no_hooks, is_plain, project_few, split_heads
+from flexnsa.layers.projection import has_no_hooks, is_plain
 
 
 def takes_step(
@@ -57,41 +57,6 @@ def fits_step(x: Tensor, cache: NSACache, compressors: Compressors) -> bool:
                 return False
             parameters += phi.parameters
     return x.dtype == cache.dtype and all(_is_ready(y, cache) for y in parameters)
-
-
-def step_inputs(
-    x: Tensor,
-    cache: NSACache,
-    lengths: Tensor | None,
-    maps: Mapping[str, nn.Linear],
-    gate: Gate,
-    compressors: Compressors,
-    indexer: Indexer | None,
-    *,
-    rope_base: float,
-    block_indices: Tensor | None = None,
-) -> StepInputs:
-    """Project the tokens, and lay out all else that the step needs."""
-    rows = dict(zip(maps, project_few(x, list(maps.values())), strict=True))
-    index = None
-    if indexer is not None:
-        heads = split_heads(rows["q"], gate.num_heads), split_heads(rows["k_slc"], cache.num_kv_heads)
-        index = indexer.changed(project_few(x, indexer.maps), *heads)
-    return lay_out_step(
-        cache,
-        lengths,
-        compressors,
-        q=rows["q"],
-        k={tag: rows[f"k_{tag}"] for tag in cache.branches},
-        v={tag: rows[f"v_{tag}"] for tag in cache.branches},
-        gates=rows["gate"],
-        gate=gate.kind,
-        index=index,
-        num_heads=gate.num_heads,
-        scale=cache.head_dim**-0.5,
-        rope_base=rope_base,
-        block_indices=block_indices,
-    )
 
 
 def lay_out_step(
