@@ -20,8 +20,7 @@ from flexnsa.layers.indexer import SharedIndex
 from flexnsa.layers.layouts import KeySource, Layout, LayoutSizes, check_layout
 from flexnsa.layers.projection import computed_dtype, split_heads, weight_of
 from flexnsa.layers.rope import apply_rope, rope_tables
-from flexnsa.lm.dense.cache import DenseCache
-from flexnsa.lm.dense.step import attend_cached, place
+from flexnsa.lm.dense.cache import DenseCache, attend_cached, place
 from flexnsa.masks.document import document_positions
 from flexnsa.masks.user_mods import MaskMod, Mods, ScoreMod
 from flexnsa.primitives import check_heads, check_layer_input, check_positive_int, check_positive_number, check_type

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flexnsa.lm import DecoderConfig, DecoderLM, DecodingSession, Sampling
-from flexnsa.lm.dense.step import attend_cached
+from flexnsa.lm.dense.cache import attend_cached
 from tests.support.inputs import SMALL
 
 pytestmark = pytest.mark.gpu
