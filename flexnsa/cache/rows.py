@@ -159,12 +159,6 @@ class RowCache:
             primitives.check_integers("lengths", lengths, (self.batch_size,), like=self.lengths, as_of="the cache")
         return self.room.longest_after(num_tokens, lengths, self.lengths)
 
-    def demand_empty(self) -> None:
-        """Assert on CUDA that no graph has added tokens that the host does not know of."""
-        if self.lengths.is_cuda:
-            message = "cache: expected no tokens since reset(), got some by the replay of a graph"
-            torch.ops.aten._assert_async.msg((self.lengths == 0).all(), message)
-
     def reset(self, rows: Rows | None = None) -> None:
         """Empty some sequences, by default all, for new ones to start there. Nothing waits for the device.
 

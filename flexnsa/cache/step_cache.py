@@ -1,4 +1,7 @@
-"""A cache that takes steps: it locates new tokens, stores their keys and values, and counts them."""
+"""A cache that takes steps: it locates new tokens, stores their keys and values, and counts them.
+
+Prompts that are packed in one sequence are unpacked into an empty cache: document ``b`` becomes sequence ``b``.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from flexnsa.cache.documents import locate_documents, unpack
 from flexnsa.cache.rows import RowCache
 from flexnsa.cache.steps import TAILS, NewBlocks, Step, count_compressed
 from flexnsa.config import kind_of
 from flexnsa.masks.positions import Positions
-from flexnsa.primitives import check_type, may_look
+from flexnsa.primitives import check_type, describe, may_look
 
 
 class StepCache(RowCache):
@@ -90,12 +92,50 @@ class StepCache(RowCache):
             ValueError: as :meth:`begin`; or there is another number of documents, or one is too long, which CUDA
                 reports by an assertion of the device.
         """
-        self.demand_empty()
-        if positions is None:
-            return self.begin(num_tokens, lengths)
-        documents = unpack(positions, self.rows)
-        longest = self.room.longest_document(documents.lengths, documents.count, num_tokens)
-        return locate_documents(documents, positions, block_starts, self.sizes, longest=longest)
+        if self.lengths.is_cuda:  # a graph may have added tokens that the host does not know of
+            message = "cache: expected no tokens since reset(), got some by the replay of a graph"
+            torch.ops.aten._assert_async.msg((self.lengths == 0).all(), message)
+        return self.begin(num_tokens, lengths) if positions is None else self._begin_documents(positions, block_starts)
+
+    def _begin_documents(self, positions: Positions, block_starts: Mapping[str, Tensor]) -> Step:
+        """Locate the tokens of documents, and their compressed tokens, as those of sequences.
+
+        As many documents as sequences become these in order. Where there are fewer, and the last has the index of the
+        last sequence, each becomes the sequence of its own index: an index that no token has is that of an empty
+        document.
+        """
+        row, token = (positions.token == positions.start).cumsum(1) - 1, positions.token - positions.start  # (1, S)
+        count, number = row[0, -1] + 1, positions.document
+        if number is not None:
+            last = self.batch_size - 1
+            some_are_empty = (count <= last) & (number[0, 0] >= 0) & (number[0, -1] == last)
+            row, count = torch.where(some_are_empty, number, row), torch.where(some_are_empty, last + 1, count)
+        start, end = (torch.searchsorted(row[0], self.rows, right=right) for right in (False, True))
+        lengths = (end - start).to(torch.int32)
+        longest = self.room.longest_document(lengths, count, token.shape[1])
+        is_kept = token < lengths[row]
+        rows = {"slc": row, **dict.fromkeys(self.sizes.lookback, row)}
+        blocks: dict[str, NewBlocks] = {}
+        found: dict[str, tuple[Tensor, Tensor]] = {}
+        kept = {kind: starts for kind, starts in block_starts.items() if kind in self.sizes.compressed}
+        for kind, first_tokens in kept.items():
+            config, first = self.sizes.compressed[kind], first_tokens.to(torch.int64)
+            begin, rows[kind] = token.gather(1, first), row.gather(1, first)
+            is_there = torch.arange(first.shape[1], device=first.device) < count_compressed(lengths, config).sum()
+            found[kind] = begin // config.compress_stride, is_there
+            blocks[kind] = NewBlocks(begin, first_tokens, emits=True)
+        return Step(
+            before=torch.zeros_like(lengths)[:, None],
+            after=lengths[:, None],
+            positions=positions,
+            window_positions=positions,
+            window_in_place=False,
+            blocks=blocks,
+            slots=self.sizes.slots(token, is_kept, lengths[row], found),
+            rows=rows,
+            lost=~is_kept,
+            longest=longest,
+        )
 
     def store(self, name: str, rows: Tensor, step: Step) -> None:
         """Write the step's keys or values ``rows (B, Hkv, T or up to E, D)`` to their slots."""
@@ -131,3 +171,17 @@ class StepCache(RowCache):
 
     def _update_reached(self, step: Step) -> None:
         """Note what ring buffers have overwritten; full ones keep all tokens."""
+
+
+def check_pack(x: Tensor, cache: RowCache, lengths: Tensor | None) -> None:
+    """Check that ``x (1, S, dim)`` is one sequence of packed documents, and the cache empty.
+
+    Raises:
+        ValueError: the host does not know the cache to be empty, ``x`` has several sequences, or lengths were given.
+    """
+    if not cache.is_empty:
+        raise ValueError("document_ids: expected None with a cache that is not known to be empty, got documents")
+    if len(x) != 1:
+        raise ValueError(f"x: expected one packed row with document_ids and a cache, got {len(x)}")
+    if lengths is not None:
+        raise ValueError(f"lengths: expected None with document_ids, got {describe(lengths)}")

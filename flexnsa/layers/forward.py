@@ -15,8 +15,7 @@ from flexnsa.attention.interface import Call, Scorer, given
 from flexnsa.attention.sampling import QuerySample, Sample, at_sample
 from flexnsa.attention.sinks import returns_lse, with_sinks
 from flexnsa.cache.cache import NSACache, PrefillKeys, StepKeys
-from flexnsa.cache.documents import check_pack
-from flexnsa.cache.step_cache import StepCache
+from flexnsa.cache.step_cache import StepCache, check_pack
 from flexnsa.cache.steps import Step
 from flexnsa.checks.calls import check_document_ids
 from flexnsa.checks.scorers import check_masses

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from flexnsa.cache.bounds import is_run_once
-from flexnsa.cache.documents import check_pack
 from flexnsa.cache.rows import RowCache
+from flexnsa.cache.step_cache import check_pack
 from flexnsa.layers.projection import weight_of
 from flexnsa.primitives import check_lengths, describe, may_look
 
