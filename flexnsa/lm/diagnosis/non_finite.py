@@ -132,24 +132,21 @@ class FirstNonFinite:
     def _look_both_ways(self, x: Tensor, place: str) -> Finding | None:
         """Check a tensor now and its gradient later; return the finding if it is the first."""
         if x.requires_grad:
-            x.register_hook(partial(self._look_at_gradient, place, self._passes - 1))
-        return self._look(x, "forward", place, self._passes - 1)
-
-    def _look_at_gradient(self, place: str, forward_pass: int, gradient: Tensor) -> None:
-        self._look(gradient, "backward", place, forward_pass)
+            x.register_hook(partial(self._look, "backward", place, self._passes - 1))
+        before = self._finding
+        self._look("forward", place, self._passes - 1, x)
+        return self._finding if before is None else None
 
     @torch.no_grad()
-    def _look(self, x: Tensor, direction: str, place: str, forward_pass: int) -> Finding | None:
+    def _look(self, direction: str, place: str, forward_pass: int, x: Tensor) -> None:
         if self._finding is not None:
-            return None
+            return
         self._looked += 1
         finite = torch.isfinite(x.detach())
-        if bool(finite.all()):
-            return None
-        at = (~finite).nonzero()[0].tolist()
-        row, token = at[0] if x.dim() > 1 else None, at[1] if x.dim() == 3 else None
-        self._finding = Finding(self._looked, direction, place, forward_pass, row, token)
-        return self._finding
+        if not bool(finite.all()):
+            at = (~finite).nonzero()[0].tolist()
+            row, token = at[0] if x.dim() > 1 else None, at[1] if x.dim() == 3 else None
+            self._finding = Finding(self._looked, direction, place, forward_pass, row, token)
 
     def _look_at_parameters(self) -> None:
         """Check the gradients of parameters, whose sums may overflow first."""
@@ -158,7 +155,7 @@ class FirstNonFinite:
             if gradient is not None:
                 local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
                 # Flat, because the elements of a parameter belong to no sequence of the batch
-                self._look(local.flatten(), "backward", f"{place_of(name)}, gradient of the parameter", 0)
+                self._look("backward", f"{place_of(name)}, gradient of the parameter", 0, local.flatten())
 
     def _row_of_batch(self, finding: Finding, row: int) -> int:
         """Return the index of a sequence in the step: each rank takes some sequences, and a pass some of these."""

@@ -97,7 +97,11 @@ def load_checkpoint(path: Path, trainer: Trainer) -> int:
     stored = _read(path, trainer.ranks)
     header = _decoded(path, stored, ("step", "model", "training", "corpus"))
     _check_tokenizer(header["corpus"], trainer, path)
-    config = _left_open(trainer.asked, header["training"], path)
+    began = header["training"]
+    try:
+        config = completed(trainer.asked, began["compressor_lr"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise FileError(f"{path}: not of a training run, its header has {began!r} ({error!r}); {REMEDY}") from error
     for name, asked in (trainer.configs() | {"training": asdict(config)}).items():
         _require_equal(name, header[name], json.loads(json.dumps(asked)), path)
     step = _step(path, header)
@@ -117,7 +121,7 @@ def load_checkpoint(path: Path, trainer: Trainer) -> int:
     if "rng.cuda" in state:
         torch.cuda.set_rng_state(state["rng.cuda"], trainer.device)
     trainer.step = step
-    return header["training"].get("steps", config.steps)
+    return began.get("steps", config.steps)
 
 
 def read_checkpoint(path: Path, fields: tuple[str, ...] = ()) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -205,14 +209,6 @@ def _new_moments(trainer: Trainer, tensors: Mapping[str, Tensor]) -> Moments:
         if (parameter.requires_grad or parameter in frozen)
         and (name in learned or not (dense and ".attention." in name))
     }
-
-
-def _left_open(asked: TrainConfig, began: Any, path: Path) -> TrainConfig:
-    """Return the config to resume with: the given one, and what it leaves open from the start of the run."""
-    try:
-        return completed(asked, began["compressor_lr"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise FileError(f"{path}: not of a training run, its header has {began!r} ({error!r}); {REMEDY}") from error
 
 
 def _check_tokenizer(corpus: Any, trainer: Trainer, path: Path) -> None:

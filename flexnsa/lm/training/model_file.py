@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -46,17 +45,13 @@ def read_model_and_tokenizer(checkpoint: Path) -> tuple[DecoderLM, Path | None]:
         raise FileError(f"{file}: its header describes no model ({error!r}); take another checkpoint") from error
     check_tensors(file, tensors, {f"model.{name}": tensor for name, tensor in model.state_dict().items()})
     model.load_state_dict(weights, assign=True)
-    return model.eval(), _tokenizer_of(file, header)
-
-
-def _tokenizer_of(file: Path, header: dict[str, Any]) -> Path | None:
     corpus = header.get("corpus")
     sha256 = corpus.get("tokenizer_sha256") if isinstance(corpus, dict) else None
     if sha256 is None:
-        return None
+        return model.eval(), None
     tokenizer = file.with_name(FILE_NAME)
     require_tokenizer(tokenizer, sha256, file.name)
-    return tokenizer
+    return model.eval(), tokenizer
 
 
 def save_model(path: Path, model: DecoderLM, tokenizer: TextTokenizer | None = None) -> None:
