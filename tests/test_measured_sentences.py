@@ -77,9 +77,8 @@ def test_the_first_steps_of_each_length_took_what_was_recorded() -> None:
 
 
 def test_what_is_said_of_8k_is_what_was_recorded() -> None:
-    points = points_by("stages_8k_h200", "model", "lr").items()
-    kinds = "nsa, dense until 0.8, then indexers", "dense", LATER
-    late, dense, later = (min(x["report 8k"]["mean"] for (model, _), x in points if model == kind) for kind in kinds)
+    of = points_by("stages_8k_h200", "model")
+    late, dense, later = (of[x]["report 8k"]["mean"] for x in ("nsa, dense until 0.8, then indexers", "dense", LATER))
     said = f"{late:.4f} bits; a dense model {dense:.4f}; *dense first, then indexers* {later:.4f}"
     assert said in words_of("docs/learning.md")
 

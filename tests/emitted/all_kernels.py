@@ -57,7 +57,7 @@ def calls(shape: Shape, packed: Sequence[bool] = (False, True)) -> Iterator[tupl
         for queries in (FEW, MANY):
             yield f"flex {branch}, {queries} cached", partial(_flex_cached, branch, queries, shape)
     for has_documents in packed:
-        for function in (_select, _select_by_products, _selected, _selected_as_qsa, _compressed, _window, _gated_sum):
+        for function in (_select, _select_by_products, _selected, _compressed, _window, _gated_sum):
             name = _name(function) + " of documents" * has_documents
             yield name, partial(_own, partial(function, packed=has_documents), shape)
     if shape.dtype == torch.bfloat16:  # in fp32 small heads have the kernels of large ones
@@ -118,14 +118,11 @@ def _select_few(shape: Shape) -> None:
     _select(shape, FEW, packed=True)
 
 
-def _selected(shape: Shape, packed: bool = False, config: NSAConfig = CONFIG) -> None:
-    q, k, v = _whole_sequence(shape)
-    blocks = torch.empty(1, KV_HEADS, LENGTH, config.num_selected_blocks, dtype=torch.int32)
-    _differentiate(triton_selected.selected(q, k, v, blocks, replace(_call(shape, packed), config=config)))
-
-
-def _selected_as_qsa(shape: Shape, packed: bool = False) -> None:
-    _selected(shape, packed, NSAConfig.qsa())
+def _selected(shape: Shape, packed: bool = False) -> None:
+    for config in (CONFIG, NSAConfig.qsa()):  # a few large blocks, and many small ones, whose keys are gathered
+        blocks = torch.empty(1, KV_HEADS, LENGTH, config.num_selected_blocks, dtype=torch.int32)
+        call = replace(_call(shape, packed), config=config)
+        _differentiate(triton_selected.selected(*_whole_sequence(shape), blocks, call))
 
 
 def _window(shape: Shape, packed: bool = False) -> None:

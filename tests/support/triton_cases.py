@@ -139,7 +139,7 @@ def chunks(size: int) -> tuple[tuple[str, int], tuple[str, int]]:
 BF16, FP16 = torch.bfloat16, torch.float16
 gated = partial(Case, gates=True, window_size=24, compressed=(8, 4))
 gathered = partial(Case, num_selected=65, block_size=2, dtype=BF16)
-FEW_AT_A_TIME = ("LIST_ROWS", 72), ("WORKSPACE_BYTES", 2**14)
+FEW_ROWS = (("LIST_ROWS", 4),)
 SUM_ON_HOPPER = ("hopper_forward_parts", "hopper_backward_parts", "hopper_backward_queries", "hopper_backward_keys")
 CASES = {
     "one-token": Case(group=4, documents=(1,), num_selected=2, missing=0),
@@ -175,9 +175,7 @@ CASES = {
         group=6, documents=(40, 70, 5, 20), garbage=True, batch=2, limits=(*chunks(64), ("LIST_ROWS", 72))
     ),
     "some-of-the-tokens": Case(group=4, documents=(130,), every=3, batch=2),
-    "some-tokens-of-documents": Case(
-        group=1, documents=(50, 9, 64, 70), every=5, kv_heads=2, limits=(("LIST_ROWS", 4),)
-    ),
+    "some-tokens-of-documents": Case(group=1, documents=(50, 9, 64, 70), every=5, kv_heads=2, limits=FEW_ROWS),
     "cached": Case(group=4, documents=(200,), batch=3, new=70, cached=((110, 70), (0, 70), (37, 41)), kv_heads=2),
     "cached-bf16-nothing-new": Case(
         group=2, documents=(161,), batch=3, new=66, cached=((0, 0), (95, 66), (50, 1)), dims=(64, 64), dtype=BF16
@@ -188,8 +186,8 @@ CASES = {
     ),
     "gathered": gathered(group=3, documents=(140,), kv_heads=2, missing=0.3, dims=(16, 40)),
     "gathered-documents": gathered(group=8, documents=(60, 3, 38), garbage=True, block_size=1, dims=(256, 256)),
-    "gathered-chunks-and-copies": gathered(
-        group=4, documents=(90,), every=2, ahead=3, block_size=4, order="sliced", limits=(*chunks(32), *FEW_AT_A_TIME)
+    "gathered-chunks": gathered(
+        group=4, documents=(90,), every=2, ahead=3, block_size=4, order="sliced", limits=(*chunks(32), *FEW_ROWS)
     ),
     "gathered-cached": gathered(group=2, documents=(161,), batch=3, new=66, cached=((95, 66), (0, 0), (50, 1))),
     "window-cached": Case(
