@@ -135,31 +135,25 @@ def test_flex_saves_what_the_recorded_gpu_measured(branch: str) -> None:
 
 def test_triton_allocates_what_the_recorded_gpu_measured() -> None:
     results = Path(__file__).parents[3] / "benchmarks/results"
-    points = json.loads((results / "selected_h200.json").read_text())["points"]
+    names = "selected", "peers", "qsa"
+    timed, peers, qsa = (json.loads((results / f"{name}_h200.json").read_text())["points"] for name in names)
     sequences = {"m7c-125m 8k": (4, 8192), "m7c-125m 32k": (1, 32768)}
     measured = [
-        ((*sequences[p["name"]], 12, 2, 64), p["backward MiB"])
-        for p in points
+        (NSAConfig(), (*sequences[p["name"]], 12, 2, 64), p["backward MiB"])
+        for p in timed
         if p["kind"] == "time" and p["name"] in sequences
     ]
-    points = json.loads((results / "peers_h200.json").read_text())["points"]
+    kinds = ("flexnsa", peers, NSAConfig(), (64, 4, 128)), ("QSA", qsa, NSAConfig.qsa(), (16, 2, 256))
     measured += [
-        ((1, p["seq_len"], 64, 4, 128), p["peak_mib"] - p["saved_mib"])
+        (config, (1, p["seq_len"], *heads), p["peak_mib"] - p["saved_mib"])
+        for name, points, config, heads in kinds
         for p in points
-        if (p["kind"], p["name"]) == ("selected", "flexnsa")
+        if p["name"] == name and p["kind"] in ("selected", "qsa")
     ]
-    assert len(measured) == 6
-    for (batch, length, heads, kv_heads, dim), allocated in measured:
-        sizes = AttentionSizes(
-            config=NSAConfig(),
-            batch=batch,
-            seq_len=length,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=dim,
-            v_head_dim=dim,
-            activation=2,
-        )
+    assert len(measured) == 9
+    for config, (batch, length, *heads, dim), allocated in measured:
+        of_heads = dict(zip(("num_heads", "num_kv_heads"), heads, strict=True)) | {"head_dim": dim, "v_head_dim": dim}
+        sizes = AttentionSizes(config=config, batch=batch, seq_len=length, activation=2, **of_heads)
         estimated = TRITON.backward("slc", sizes) / 2**20
         # Some are rounded to MiB; and what is left of a block, if less than 1 MiB, is not split off.
         assert -0.5 <= allocated - estimated <= 1.5, length
