@@ -121,11 +121,13 @@ class TaughtLayer:
                 sums, grads = differentiate_index(released, features, attention, choice, **how)
             one_pass.sums.append(sums)
             if one_pass.teaches:
-                pairs = zip(grads, features.tensors, strict=True)
-                seeds = [mean_of(grad, sums.weight).to(x.dtype) for grad, x in pairs]
-                made = torch.autograd.grad(features.tensors, learning, seeds, retain_graph=True, allow_unused=True)
-                made = [torch.zeros_like(p) if x is None else x for x, p in zip(made, learning, strict=True)]
-                loss: Any = WithGradient.apply(mean_of(sums.kl, sums.weight), made, *learning)
+                loss: Any = mean_of(sums.kl, sums.weight)
+                if learning:  # not where the indexer was frozen meanwhile
+                    pairs = zip(grads, features.tensors, strict=True)
+                    seeds = [mean_of(grad, sums.weight).to(x.dtype) for grad, x in pairs]
+                    made = torch.autograd.grad(features.tensors, learning, seeds, retain_graph=True, allow_unused=True)
+                    made = [torch.zeros_like(p) if x is None else x for x, p in zip(made, learning, strict=True)]
+                    loss = WithGradient.apply(loss, made, *learning)
                 one_pass.losses.append(loss)
 
 

@@ -57,7 +57,7 @@ def gradients(model: Any, x: Tensor, stage: str = "warmup", weight: float = 1.0,
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_taught_model_computes_what_it_did(kind: str, attention: str) -> None:
+def test_a_taught_model_computes_what_it_did_and_may_be_frozen(kind: str, attention: str) -> None:
     if (kind, attention) == ("hy_v4", "sdpa"):
         attention = "eager"  # the only one that it has
     model, x = released(kind).eval(), tokens(2, 45)
@@ -66,12 +66,15 @@ def test_a_taught_model_computes_what_it_did(kind: str, attention: str) -> None:
     first = next(model.parameters()).requires_grad_(False)
     with teach_indexers(model, "joint"):
         assert torch.equal(model(x)[0], before)
-    with teach_indexers(model, "warmup"):
+    with teach_indexers(model, "warmup") as teaching:
         assert not torch.equal(model(x)[0], before)
+        loss = teaching.loss()
         with torch.no_grad():
             assert not model(x)[0].requires_grad
         learning = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         assert learning == {name for name, _ in model.named_parameters() if ".indexer." in name}
+        model.requires_grad_(False)(x)
+        torch.testing.assert_close(teaching.loss(), loss)
     assert torch.equal(model(x)[0], before)
     assert [parameter.requires_grad for parameter in model.parameters()].count(False) == 1
     assert not first.requires_grad
