@@ -142,11 +142,10 @@ def leaders_of(share_index: int | Sequence[int], num_layers: int, nsa: NSAConfig
         ValueError: there are more or fewer numbers than layers, one is of a later layer or of one that itself reads
             another's, or the layers have no indexer to share.
     """
-    if isinstance(share_index, int):
+    if not isinstance(share_index, Sequence):
         primitives.check_positive_int("share_index", share_index)
         leaders = tuple(number - number % share_index for number in range(num_layers))
     else:
-        primitives.check_type("share_index", share_index, Sequence)
         leaders = tuple(share_index)
         for leader in leaders:
             primitives.check_int("share_index", leader, 0)

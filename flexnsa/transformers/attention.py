@@ -18,7 +18,7 @@ from flexnsa.layers.config import check_indexer
 from flexnsa.layers.core import Compressors, Heads
 from flexnsa.layers.forward import Attention, SparseLayer, WholeStep, run_layer
 from flexnsa.layers.gating import gates_of
-from flexnsa.layers.indexer import Indexer, SelectionLoss
+from flexnsa.layers.indexer import Indexer, PassedIndex, SelectionLoss
 from flexnsa.layers.key_indexer import INDEXERS
 from flexnsa.layers.layouts import RowLayout, lay_out_cached, lay_out_rows
 from flexnsa.layers.presets import GATE_LIMIT, StartingGate, start
@@ -127,7 +127,7 @@ class ConvertedAttention(SparseLayer):
         )
         x = rows.align(hidden_states, dim=1)
         mods = Softmax(limit=self.options.softcap).score_mod, None
-        index = shared_index[self.leader].get(x) if self.follows else None
+        index = (shared_index or {}).get(self.leader, PassedIndex()).get(x) if self.follows else None
         if layer is None:
             packed = given_positions is not None or cu_seq_lens_q is not None  # the model's own positions never restart
             documents = rows.documents if packed else None

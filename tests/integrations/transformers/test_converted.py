@@ -258,6 +258,7 @@ def test_what_a_cache_cannot_do_is_refused(few: Any) -> None:
             few.generate(x, **GREEDY, cache_implementation="quantized")
 
 
+SHARED = INDEXED | {"share_index": 2}
 REFUSED: dict[str, Any] = {
     "sliding_window: expected None of a model to convert, got 16": lambda: change(dense("mistral", sliding_window=16)),
     "attention_dropout: expected 0.0 of a model to conv": lambda: change(dense("llama", attention_dropout=0.1)),
@@ -265,6 +266,8 @@ REFUSED: dict[str, Any] = {
     "model: expected a converted one, got a LlamaForCausalLM": lambda: to_dense(dense("llama")),
     "share_index: expected a number for each of 2 ": lambda: converted("llama", INDEXED | {"share_index": [0] * 3}),
     "share_index: expected 1 without an indexer": lambda: converted("llama", FEW | {"share_index": 2}),
+    "share_index: expected an int, got 2.0": lambda: converted("llama", INDEXED | {"share_index": 2.0}),
+    "^index: expected": lambda: converted("llama", SHARED).model.layers[1].self_attn(torch.eye(48).double()[None]),
     "copy: expected": lambda: convert(dense("llama"), NSAConfig(), copy="no"),  # pyright: ignore[reportArgumentType]
     r"branches: expected \('slc',\) of a model to make dense": lambda: to_dense(change(dense("llama"))),
 }
