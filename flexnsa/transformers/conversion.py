@@ -79,7 +79,8 @@ def convert(model: Any, config: NSAConfig | None = None, *, copy: bool = True, *
         config, options["branches"] = own, ("slc",)
     check_type("config", config, NSAConfig)
     config = given(config)
-    leaders = leaders_of(options.pop("share_index", 1), len(full_layers(model)), config)
+    share = options.pop("share_index", None)
+    leaders = leaders_of(1 if share is None else share, len(full_layers(model)), config)
     chosen = asdict(BranchOptions(**options))
     chosen |= {"branches": list(check_branches(chosen["branches"])), "recompute": list(chosen["recompute"])}
     chosen |= {"share_index": [*leaders] if len({*leaders}) < len(leaders) else None}
