@@ -73,7 +73,7 @@ class Variant(NamedTuple):
     first_rate: float = 1.0
     """Learning rate of the first stage, in learning rates of the job."""
     cut: float = 0.0
-    """Share of the seconds after which a stage begins within the one that would last longer; 0 for none."""
+    """Share of the seconds after which the stage that is running is cut in two; 0 for none."""
 
 
 NSA = {
@@ -105,7 +105,7 @@ def stages_until(ends: int) -> tuple[tuple[int, float], ...]:
 
 
 def cut_at(stages: Sequence[tuple[int, float]], cut: float) -> list[tuple[int, float]]:
-    """Cut the stage that lasts longer than a share of all seconds in two."""
+    """Cut in two the stage that runs after a share of the seconds."""
     parts, begin = list[tuple[int, float]](), 0.0
     for length, share in stages:
         first = cut - begin

@@ -18,6 +18,7 @@ from benchmarks.learning.stages import (
     STAGES,
     StagedRun,
     copies_from,
+    cut_at,
     drawn,
     job_of,
     main,
@@ -104,6 +105,8 @@ def test_indexers_learn_in_a_dense_stage_unless_they_come_later(model: str, taug
 def test_a_last_stage_can_be_left_out(tmp_path: Path) -> None:
     assert stages_until(32768) == STAGES
     assert stages_until(8192) == ((2048, 0.3), (8192, 0.7))
+    assert cut_at(stages_until(8192), 0.8) == [(2048, 0.3), (8192, 0.5), (8192, pytest.approx(0.2))]
+    assert cut_at(STAGES, 0.5) == [*STAGES]  # where a stage ends anyway
     recorded, text = f"{tmp_path}/stages.json", f"{tmp_path}/text.pt"
     tiny = ["--tiny", "--device", "cpu", "--seconds", "1", "--ends", "8192"]
     main(["--job", "dense:1e-3:0", *tiny, "--json", recorded, "--text", text])

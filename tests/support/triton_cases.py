@@ -139,7 +139,7 @@ def chunks(size: int) -> tuple[tuple[str, int], tuple[str, int]]:
 BF16, FP16 = torch.bfloat16, torch.float16
 gated = partial(Case, gates=True, window_size=24, compressed=(8, 4))
 gathered = partial(Case, num_selected=65, block_size=2, dtype=BF16)
-FEW_ROWS = (("LIST_ROWS", 4),)
+FEW_ROWS, ONE_HEAD = (("LIST_ROWS", 4),), (("WORKSPACE_BYTES", 2**18),)
 SUM_ON_HOPPER = ("hopper_forward_parts", "hopper_backward_parts", "hopper_backward_queries", "hopper_backward_keys")
 CASES = {
     "one-token": Case(group=4, documents=(1,), num_selected=2, missing=0),
@@ -167,7 +167,7 @@ CASES = {
     "chunks-and-copies": Case(
         group=4, documents=(140,), dims=(32, 48), limits=(*chunks(64), ("LIST_ROWS", 48), ("SCRATCH_BYTES", 1))
     ),
-    "one-head-at-a-time": Case(group=2, documents=(70,), batch=2, kv_heads=3, limits=(("WORKSPACE_BYTES", 2**18),)),
+    "one-head-at-a-time": Case(group=2, documents=(70,), batch=2, kv_heads=3, limits=ONE_HEAD),
     "one-row-at-a-time": Case(group=2, documents=(70,), batch=3, kv_heads=2, limits=(("WORKSPACE_BYTES", 2**20),)),
     "documents": Case(group=2, documents=(40, 3, 7, 50, 1, 33, 16, 30), kv_heads=2, dims=(32, 16)),
     "documents-bf16-g8": Case(group=8, documents=(3, 70, 64, 65, 1, 40), block_size=64, dims=(64, 64), dtype=BF16),
@@ -263,9 +263,8 @@ CASES = {
         group=2, documents=(90,), dims=(24, 40), window_size=20, compressed=(16, 8), ungated="slc"
     ),
     "gated-documents": gated(group=2, documents=(40, 3, 70, 1, 33), kv_heads=2),
-    "gated-one-head-at-a-time": gated(
-        group=2, documents=(70,), batch=2, kv_heads=3, limits=(("WORKSPACE_BYTES", 2**18),)
-    ),
+    "gated-one-head-at-a-time": gated(group=2, documents=(70,), batch=2, kv_heads=3, limits=ONE_HEAD),
+    "gated-gathered": gated(group=2, documents=(90,), kv_heads=2, block_size=4, num_selected=65),
     "gated-without-window": gated(group=3, documents=(130,), kv_heads=2, window_size=None),
     "gated-documents-without-window": gated(group=2, documents=(40, 3, 70), window_size=None),
     "gated-shorter-than-a-key": gated(group=2, documents=(31,), window_size=9, compressed=(32, 16)),
