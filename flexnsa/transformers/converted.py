@@ -141,10 +141,10 @@ class ConvertedModel(ConvertedPreTrainedModel):
             **kwargs,
         )
         if selection is not None and taught is not None:
-            count = len(layers) if cache is None and self.training and torch.is_grad_enabled() else 0
+            count = sum(layer.training for layer in layers) if cache is None and torch.is_grad_enabled() else 0
             if len(taught.sums) < count:  # run without a gradient where the model is, and then again in backward
                 expected = "{'use_reentrant': False} of a model that is taught to select"
-                got = f"a checkpoint in which {count - len(taught.sums)} of {count} layers add no loss"
+                got = f"a checkpoint in which {count - len(taught.sums)} of {count} layers in training add no loss"
                 raise ValueError(f"gradient_checkpointing_kwargs: expected {expected}, got {got}")
             selection.include(taught)
         if hook is not None and selection is not None:

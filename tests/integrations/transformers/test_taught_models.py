@@ -100,6 +100,9 @@ def test_a_checkpoint_in_which_nothing_could_be_taught_is_refused(name: str) -> 
     model.gradient_checkpointing_enable({"use_reentrant": True})
     with pytest.raises(ValueError, match=r"gradient_checkpointing_kwargs: expected {'use_reentrant': False} .* 2 of 2"):
         teach(model, tokens(1, 30))
+    model.gradient_checkpointing_disable()
+    model.model.nsa_layers[-1].eval()  # which is right, and teaches nothing
+    assert len(teach(model, tokens(1, 30))[0].sums) == 1
 
 
 @pytest.mark.filterwarnings("ignore:selection")
