@@ -296,5 +296,7 @@ class RowCache:
 
 def fix_addresses(*tensors: Tensor) -> None:
     """Tell ``torch.compile`` that the memory never moves; otherwise no CUDA graph may write to an input."""
+    if torch.compiler.is_compiling():  # a cache made by compiled code has no address yet
+        return
     for tensor in tensors:
         torch._dynamo.mark_static_address(tensor, guard=False)

@@ -72,6 +72,16 @@ def test_a_compiled_model_is_told_too(make: Callable[[], Any], kept: Kept) -> No
     assert kept.warnings == 1
 
 
+@torch.no_grad()
+def test_layers_that_are_compiled_one_by_one_fill_the_cache() -> None:
+    model, x = converted("llama", FEW).eval(), tokens(2, 40)
+    expected = model(x).logits
+    for layer in model.model.layers:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    begun = model(x[:, :-1], use_cache=True)
+    assert_close(model(x[:, -1:], past_key_values=begun.past_key_values).logits, expected[:, -1:])
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_nobody_else_is_told(name: str, kept: Kept) -> None:
     model = MODELS[name]().train()
