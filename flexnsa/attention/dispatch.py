@@ -43,7 +43,7 @@ SDPA = Implementation(sdpa.compressed, sdpa.select, sdpa.selected, sdpa.window, 
 
 
 def _compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Compressed:
-    plan = Plan.of(q, k_cmp, v_cmp, has_positions=call.positions is not None)
+    plan = Plan.of(q, k_cmp, v_cmp)
     return (triton_intervals if plan.compressed_in_triton else flex).compressed(q, k_cmp, v_cmp, call)
 
 

@@ -95,7 +95,6 @@ class Plan:
         dims: ``(Dk, Dv)``.
         dtype: of the queries.
         device: of the queries, or the properties of a GPU that is not here.
-        has_positions: whether queries have positions; without, they are one whole sequence from token 0.
         has_mod: whether a score_mod tells heads and positions apart.
         block_size: keys of a selected block.
     """
@@ -107,7 +106,6 @@ class Plan:
     dims: tuple[int, int]
     dtype: torch.dtype
     device: torch.device | Device
-    has_positions: bool = False
     has_mod: bool = False
     block_size: int = HOPPER_ROWS
 
@@ -118,14 +116,13 @@ class Plan:
         k: Tensor,
         v: Tensor | None = None,
         *,
-        has_positions: bool = False,
         has_mod: bool = False,
         block_size: int = HOPPER_ROWS,
     ) -> Plan:
         """Describe the queries ``q (B, Hq, T, Dk)`` of keys ``k (B, Hkv, S, Dk)`` and values ``(B, Hkv, S, Dv)``."""
         dims = q.shape[3], (k if v is None else v).shape[3]
         sizes = q.shape[2], k.shape[2], q.shape[1], k.shape[1], dims
-        return cls(*sizes, q.dtype, q.device, has_positions, has_mod, block_size)
+        return cls(*sizes, q.dtype, q.device, has_mod, block_size)
 
     @property
     def group(self) -> int:
@@ -178,12 +175,9 @@ class Plan:
 
     @property
     def in_gluon(self) -> bool:
-        """All branches and the selection: Gluon kernels, provided that :func:`can_copy` their rows.
-
-        Queries at positions, such as those of packed documents, take the Triton kernels.
-        """
+        """All branches, and selection in whole sequences: Gluon kernels, provided that :func:`can_copy` their rows."""
         suits = self.dtype in (torch.bfloat16, torch.float16) and all(dim in HOPPER_DIMS for dim in self.dims)
-        if not suits or not self.is_cuda or self.has_positions:
+        if not suits or not self.is_cuda:
             return False
         device = self.device if isinstance(self.device, Device) else properties_of(self.device)
         return device.generation == HOPPER and _is_known()

@@ -16,25 +16,23 @@ DEVICES = {"H100": Device(0, HOPPER), "A100": Device(0, AMPERE), "CPU": torch.de
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 WHOLE = """
-device dtype dims     T     N  group block positions | compressed selected window scores  joins
-H100   bf16  64/64    8192  511   16    64 no        | gluon      gluon    gluon  tile    forward,backward
-H100   fp16  128/128  8192  511   16    64 no        | gluon      gluon    gluon  tile    backward
-H100   bf16  128/64   8192  511   16    64 no        | gluon      gluon    gluon  tile    backward
-H100   bf16  128/128 65536 4095   16    64 no        | gluon      gluon    gluon  tile    backward
-H100   bf16  128/128 65536 4095   16    64 yes       | flex       triton   triton tile    -
-H100   bf16  128/128 65536 2048   16    64 yes       | triton     triton   triton tile    -
-H100   bf16  64/64   65536 4095   16    64 yes       | triton     triton   triton tile    -
-H100   fp32  128/128 65536 4095   16    64 no        | flex       triton   triton tile    -
-H100   bf16  80/80   65536 4095   16    64 no        | flex       triton   triton tile    -
-H100   bf16  64/64    8192  511   16    33 no        | gluon      gluon    gluon  tile    forward,backward
-H100   bf16  64/64    8192  511   16    32 no        | gluon      triton   gluon  tile    -
-H100   bf16  64/64    8192  511   16   128 no        | gluon      triton   gluon  tile    -
-H100   bf16  64/64    8192  511   64    64 no        | gluon      gluon    gluon  tile    forward,backward
-H100   bf16  64/64    8192  511   65    64 no        | gluon      triton   gluon  tile    -
-H100   bf16  64/64       9  511   16    64 no        | gluon      gluon    gluon  tile    forward,backward
-H100   bf16  64/64       8  511   16    64 no        | gluon      gluon    gluon  query   forward,backward
-A100   bf16  64/64    8192  511   16    64 no        | triton     triton   triton tile    -
-A100   bf16  128/128 65536 4095   16    64 no        | flex       triton   triton tile    -
+device dtype dims     T     N  group block | compressed selected window scores  joins
+H100   bf16  64/64    8192  511   16    64 | gluon      gluon    gluon  tile    forward,backward
+H100   fp16  128/128  8192  511   16    64 | gluon      gluon    gluon  tile    backward
+H100   bf16  128/64   8192  511   16    64 | gluon      gluon    gluon  tile    backward
+H100   bf16  128/128 65536 4095   16    64 | gluon      gluon    gluon  tile    backward
+H100   fp32  128/128 65536 4095   16    64 | flex       triton   triton tile    -
+H100   bf16  80/80   65536 4095   16    64 | flex       triton   triton tile    -
+H100   bf16  64/64    8192  511   16    33 | gluon      gluon    gluon  tile    forward,backward
+H100   bf16  64/64    8192  511   16    32 | gluon      triton   gluon  tile    -
+H100   bf16  64/64    8192  511   16   128 | gluon      triton   gluon  tile    -
+H100   bf16  64/64    8192  511   64    64 | gluon      gluon    gluon  tile    forward,backward
+H100   bf16  64/64    8192  511   65    64 | gluon      triton   gluon  tile    -
+H100   bf16  64/64       9  511   16    64 | gluon      gluon    gluon  tile    forward,backward
+H100   bf16  64/64       8  511   16    64 | gluon      gluon    gluon  query   forward,backward
+A100   bf16  64/64   65536 4095   16    64 | triton     triton   triton tile    -
+A100   bf16  128/128 65536 2048   16    64 | triton     triton   triton tile    -
+A100   bf16  128/128 65536 4095   16    64 | flex       triton   triton tile    -
 """
 
 CACHED = """
@@ -66,13 +64,10 @@ def rows_of(table: str) -> list[tuple[list[str], list[str]]]:
 
 @pytest.mark.parametrize(("sizes", "expected"), rows_of(WHOLE))
 def test_whole_sequences_go_to(sizes: list[str], expected: list[str]) -> None:
-    device, dtype, dims, *counts, positions = sizes
+    device, dtype, dims, *counts = sizes
     queries, keys, group, block_size = map(int, counts)
     dk, dv = map(int, dims.split("/"))
-    has_positions = positions == "yes"
-    plan = Plan(
-        queries, keys, 4 * group, 4, (dk, dv), DTYPES[dtype], DEVICES[device], has_positions, block_size=block_size
-    )
+    plan = Plan(queries, keys, 4 * group, 4, (dk, dv), DTYPES[dtype], DEVICES[device], block_size=block_size)
     interval = "gluon" if plan.in_gluon else "triton"
     joins = [name for name in ("forward", "backward") if getattr(plan, f"joins_{name}")]
     assert expected == [
@@ -141,7 +136,7 @@ def test_versions_of_triton_that_are_not_known_leave_gluon_out_with_a_warning() 
 def test_blocks_of_msa_are_halved_for_gluon_kernels_alone() -> None:
     plan = Plan(8192, 8192, 64, 4, (128, 128), torch.bfloat16, DEVICES["H100"], block_size=128)
     assert plan.halves_blocks
-    others = {"has_positions": True}, {"block_size": 64}, {"device": DEVICES["A100"]}, {"dtype": torch.float32}
+    others = {"block_size": 64}, {"device": DEVICES["A100"]}, {"dtype": torch.float32}
     assert not any(replace(plan, **change).halves_blocks for change in others)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 FOLDER = "flexnsa.attention.triton.kernels.hopper"
-HELPERS = ("rows", "interval_keys")
+HELPERS = ("rows", "visible")
 KERNELS = ("intervals_fwd", "intervals_bwd", "window_sums", "selected_fwd", "selected_bwd")
 
 
@@ -205,7 +205,8 @@ class Language:
         to.data.copy_(self.load(at, mask).data)
 
 
-for name, of_tensor in {"exp2": Tensor.exp2, "log2": Tensor.log2, "sum": Tensor.sum, "max": Tensor.amax}.items():
+for name in ("exp2", "log2", "sum", "max", "min"):
+    of_tensor = getattr(Tensor, f"a{name}" if name[0] == "m" else name)
     setattr(Language, name, lambda _, x, *args, of_tensor=of_tensor: Value(of_tensor(x.data, *args)))
 
 
@@ -268,7 +269,7 @@ def hopper_on_a_cpu() -> Iterator[Mapping[str, Program]]:
             for kernel, program in _translate(module, parts, found, language).items():
                 stack.enter_context(mock.patch.object(module, kernel, program))
                 programs[kernel] = program
-        stack.enter_context(mock.patch.object(Plan, "in_gluon", property(lambda plan: not plan.has_positions)))
+        stack.enter_context(mock.patch.object(Plan, "in_gluon", property(lambda _: True)))
         yield programs
 
 

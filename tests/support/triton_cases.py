@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -140,7 +140,9 @@ BF16, FP16 = torch.bfloat16, torch.float16
 gated = partial(Case, gates=True, window_size=24, compressed=(8, 4))
 gathered = partial(Case, num_selected=65, block_size=2, dtype=BF16)
 FEW_ROWS, ONE_HEAD = (("LIST_ROWS", 4),), (("WORKSPACE_BYTES", 2**18),)
-SUM_ON_HOPPER = ("hopper_forward_parts", "hopper_backward_parts", "hopper_backward_queries", "hopper_backward_keys")
+ON_HOPPER = ("hopper_forward_parts", "hopper_backward_parts")
+ON_HOPPER += ("hopper_forward", "hopper_backward_queries", "hopper_backward_keys")
+hopper = partial(gated, block_size=64, dims=(64, 64), dtype=BF16, compressed=(16, 8), hopper=ON_HOPPER)
 CASES = {
     "one-token": Case(group=4, documents=(1,), num_selected=2, missing=0),
     "g1-block-less-one": Case(group=1, documents=(15,), kv_heads=3, dims=(24, 16)),
@@ -269,53 +271,44 @@ CASES = {
     "gated-documents-without-window": gated(group=2, documents=(40, 3, 70), window_size=None),
     "gated-shorter-than-a-key": gated(group=2, documents=(31,), window_size=9, compressed=(32, 16)),
     "gated-negative-scale": gated(group=2, documents=(90,), scale=-0.3, order="sliced"),
-    "hopper": gated(
+    "hopper": hopper(
         group=3,
         documents=(290,),
         kv_heads=2,
-        block_size=64,
         num_selected=3,
-        dims=(64, 64),
-        dtype=BF16,
         window_size=20,
-        compressed=(16, 8),
         garbage=True,
         limits=(*chunks(256), ("LIST_QUERIES", 100), ("LEAST_LIST_ROWS", 200)),
-        hopper=(*SUM_ON_HOPPER, "hopper_forward", "hopper_combine", "hopper_sum_slots"),
+        hopper=(*ON_HOPPER, "hopper_combine", "hopper_sum_slots"),
     ),
-    "hopper-128": gated(
+    "hopper-128": hopper(
         group=4,
         documents=(260,),
         batch=2,
         block_size=40,
         dims=(128, 128),
-        dtype=BF16,
         order="bthd",
         window_size=70,
         compressed=(8, 8),
         limits=(("WORKSPACE_BYTES", 2**20),),
-        hopper=(*SUM_ON_HOPPER, "hopper_forward", "hopper_sum_slots"),
+        hopper=(*ON_HOPPER, "hopper_sum_slots"),
     ),
-    "hopper-without-window": gated(
-        group=1,
-        documents=(200,),
-        block_size=64,
-        num_selected=2,
-        dims=(64, 128),
-        dtype=FP16,
-        window_size=None,
-        compressed=(16, 8),
-        hopper=(*SUM_ON_HOPPER, "hopper_forward"),
+    "hopper-without-window": hopper(
+        group=1, documents=(200,), num_selected=2, dims=(64, 128), dtype=FP16, window_size=None
     ),
-    "hopper-window": Case(
-        group=2,
-        documents=(130,),
-        dims=(64, 64),
-        dtype=BF16,
-        window_size=33,
-        hopper=("hopper_forward", "hopper_backward_queries", "hopper_backward_keys"),
-    ),
+    "hopper-window": Case(group=2, documents=(130,), dims=(64, 64), dtype=BF16, window_size=33, hopper=ON_HOPPER[2:]),
     "compressed-cached": Case(
         group=2, documents=(393,), batch=3, new=70, cached=((110, 70), (0, 70), (9, 41)), kv_heads=2, compressed=(8, 4)
     ),
 }
+AT_POSITIONS: dict[str, dict[str, Any]] = {
+    "hopper": {"documents": (40, 3, 64, 1, 65, 90, 27)},
+    "hopper-128": {"documents": (31, 32, 33, 100, 64)},
+    "hopper-without-window": {"documents": (65, 128, 7)},
+    "hopper-window": {"documents": (63, 67)},
+}
+for name in ("window-cached", "window-beyond-all-keys", "window-some-tokens-of-documents", "compressed-cached"):
+    AT_POSITIONS[name] = {"dims": (64, 64), "dtype": BF16, "hopper": ON_HOPPER[2:]}
+for name in ("cached", "some-tokens-of-documents", "documents-garbage-chunks"):
+    AT_POSITIONS[name] = {"dims": (64, 64), "dtype": BF16, "block_size": 40, "hopper": ON_HOPPER[:2]}
+CASES |= {f"{name}-at-positions": replace(CASES[name], **changes) for name, changes in AT_POSITIONS.items()}

@@ -28,14 +28,14 @@ from flexnsa.attention.triton.selected import (
     selected_gradients,
     sizes_of,
 )
-from flexnsa.masks.positions import tensors_of
+from flexnsa.masks.positions import positions_of, tensors_of
 from flexnsa.operators.opaque import opaque_operator
 from flexnsa.operators.results import empty_gradients, empty_outputs, with_rows
 
 
 def gated_sum(q: Tensor, keys: Keys, call: Call) -> GatedSum | None:
     """Return what computes the sum, or None where another kernel is better for one of the branches."""
-    plan = Plan.of(q, given(keys.k_cmp), keys.v_cmp, has_positions=call.positions is not None)
+    plan = Plan.of(q, given(keys.k_cmp), keys.v_cmp)
     return _attend if plan.compressed_in_triton and not gathers_keys(call.config.num_selected_blocks) else None
 
 
@@ -51,6 +51,7 @@ def _attend(
     config, k_slc, v_slc = call.config, given(keys.k_slc), given(keys.v_slc)
     sizes = sizes_of(q, k_slc, v_slc, block_indices, config)
     q, scale = with_positive_scale(q, call.scale)
+    of_window = None if call.window_positions is call.positions else positions_of(q, call.window_positions)
     inputs = GatedInputs(
         q,
         given(keys.k_cmp),
@@ -64,7 +65,7 @@ def _attend(
         given(compressed.lse),
         block_indices,
         *tensors_of(call.positions),
-        *tensors_of(call.window_positions)[:2],
+        *tensors_of(of_window)[:2],
         scale,
         operator.index(config.compress_block_size),
         operator.index(config.compress_stride),
@@ -77,7 +78,10 @@ def _attend(
 
 
 class GatedInputs(NamedTuple):
-    """The inputs of all branches, of which gradients have those of ``q`` to ``gates``; see :func:`_attend`."""
+    """The inputs of all branches, of which gradients have those of ``q`` to ``gates``; see :func:`_attend`.
+
+    Without a ``window_token`` the queries are at the same positions among all keys.
+    """
 
     q: Tensor
     k_cmp: Tensor
@@ -121,23 +125,22 @@ class GatedInputs(NamedTuple):
         """The inputs of the window, if there is one: a key is a token."""
         if self.k_win is None or self.v_win is None:
             return None
-        positions = self.window_token, self.window_start, self.window_start
+        token, start = (self.token, self.start) if self.window_token is None else (self.window_token, self.window_start)
+        positions = token, start, start
         return IntervalInputs(self.q, self.k_win, self.v_win, *positions, self.scale, 1, 1, self.window_size)
 
     @property
     def plan(self) -> Plan:
         """Which kernels compute the selected branch and the window."""
-        has_positions = self.token is not None or self.window_token is not None
-        sizes = self.selected
-        return Plan.of(*sizes[:3], has_positions=has_positions, block_size=self.block_size)
+        return Plan.of(*self.selected[:3], block_size=self.block_size)
 
     def can_join(self, of_queries: Tensor) -> bool:
         """Return whether one kernel can read both branches: keys of the same tokens, and rows that it can copy."""
-        q, k, v = self.selected[:3]
-        if self.k_win is None or self.v_win is None or k.shape[2] != self.k_win.shape[2]:
+        (q, k, v), window = self.selected[:3], self.window
+        if window is None or self.window_token is not None or k.shape[2] != window.k.shape[2]:
             return False
         int64_offsets = any(needs_int64(x, q.shape[1] // k.shape[1], self.chunk) for x in (q, of_queries))
-        return not int64_offsets and can_copy(q, k, v, self.k_win, self.v_win, of_queries)
+        return not int64_offsets and can_copy(q, k, v, window.k, window.v, of_queries)
 
     def with_rows(self) -> GatedInputs:
         """Make rows contiguous."""

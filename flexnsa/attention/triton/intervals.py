@@ -67,21 +67,20 @@ class IntervalInputs(NamedTuple):
 
     def run_in_gluon(self, of_queries: Tensor) -> bool:
         """Return whether Gluon kernels run; they also read or write ``of_queries (B, Hq, T, Dv)``."""
-        plan = Plan.of(self.q, self.k, self.v, has_positions=self.token is not None)
-        return plan.in_gluon and can_copy(self.q, self.k, self.v, of_queries)
+        return Plan.of(*self[:3]).in_gluon and can_copy(self.q, self.k, self.v, of_queries)
 
     def arguments(self, *, in_gluon: bool) -> tuple[tuple[Tensor | int, ...], dict[str, object]]:
-        """Return what describes the positions and the shape of a launch; Gluon kernels take no positions."""
+        """Return what describes the positions and the shape of a launch."""
         from flexnsa.attention.tiles.device import padded
 
         q, k, v, *positions = self[:6]
         dk, dv = q.shape[-1], v.shape[-1]
         shape: dict[str, object] = {"G": q.shape[1] // k.shape[1], "DK": dk, "DV": dv}
         shape |= {"LENGTH": self.length, "STRIDE": self.stride, "WINDOW": self.window}
-        if in_gluon:
-            return (), shape
-        shape |= {"BDK": padded(dk), "BDV": padded(dv), "PRECISION": arguments.precision()}
-        return arguments.position_arguments(q, *positions), shape | {"HAS_POSITIONS": self.token is not None}
+        shape |= {"HAS_POSITIONS": self.token is not None}
+        if not in_gluon:
+            shape |= {"BDK": padded(dk), "BDV": padded(dv), "PRECISION": arguments.precision()}
+        return arguments.position_arguments(q, *positions), shape
 
 
 def _attend(

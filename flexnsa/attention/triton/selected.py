@@ -58,7 +58,7 @@ def selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call)
     check_call(call, "k", k)
     token, start, _ = tensors_of(call.positions)
     size = call.config.select_block_size
-    if Plan.of(q, k, v, has_positions=token is not None, block_size=size).halves_blocks:
+    if token is None and Plan.of(q, k, v, block_size=size).halves_blocks:
         block_indices, size = in_halves(block_indices, cdiv(k.shape[2], size // 2)), size // 2
     _, *limits = sizes_of(q, k, v, block_indices, call.config)
     q, scale = with_positive_scale(q, call.scale)

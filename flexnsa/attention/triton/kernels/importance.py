@@ -101,7 +101,7 @@ def importance(
     sizes = first_row, scores.num_rows, num_keys, scores.width, scale * LOG2_E
     shape: dict[str, object] = {"KV_HEADS": kv_heads, "GROUP": q_heads // kv_heads, "HEAD_DIM": head_dim}
     shape |= band.constants(config)
-    in_gluon = None if tiles else _hopper_tiles(q, k_cmp, band, ratio, has_positions=positions is not None)
+    in_gluon = None if tiles or positions is not None else _hopper_tiles(q, k_cmp, band, ratio)
     tiles = tiles or in_gluon or importance_tiles(device_of(q), q.dtype, head_dim, len(band.own))
     shape |= {"BLOCK_T": tiles.queries, "BLOCK_J": tiles.keys}
     grid = (batch * kv_heads * cdiv(scores.num_rows, tiles.queries) * cdiv(scores.width, tiles.keys),)
@@ -120,10 +120,9 @@ def importance(
     )  # fmt: skip
 
 
-def _hopper_tiles(q: Tensor, k_cmp: Tensor, band: Band, ratio: int, *, has_positions: bool) -> Tiles | None:
+def _hopper_tiles(q: Tensor, k_cmp: Tensor, band: Band, ratio: int) -> Tiles | None:
     """Return the tiles of the kernel for Hopper, if it runs: where no key counts for an earlier block than its own."""
-    plan = Plan.of(q, k_cmp, has_positions=has_positions)
-    if (band.first, len(band.own)) != (0, ratio) or not plan.in_gluon or not can_copy(q, k_cmp):
+    if (band.first, len(band.own)) != (0, ratio) or not Plan.of(q, k_cmp).in_gluon or not can_copy(q, k_cmp):
         return None
     return HOPPER_IMPORTANCE.get((q.shape[-1], ratio))
 

@@ -109,7 +109,7 @@ def backward(
     shape: dict[str, object] = {"n": n, "G": group, "DK": d_k, "SIZE": size, "HAS_POSITIONS": has_positions}
     parities = (0, 1) if has_positions else (0,)
     int64_offsets = needs_int64(q, group, chunk) or needs_int64(grad_out, group, chunk)
-    plan = Plan.of(q, k, v, has_positions=has_positions, block_size=size)
+    plan = Plan.of(q, k, v, block_size=size)
     in_gluon = of_queries and plan.selected_in_gluon and not int64_offsets and can_copy(q, k, v, grad_out)
     queries = (selection.block_indices, *selection.positions())
     for index in range(lists.sizes[0]):
@@ -119,17 +119,17 @@ def backward(
         of_keys = *k.stride()[:3], *v.stride()[:3]
         row_strides = *strides_of_groups(q, kv_heads), *of_keys, *strides_of_groups(grad_out, kv_heads)
         tensors = (lists.order, lists.replicas, part, *sums, *row_strides, *sizes, *tables)
-        if in_gluon:
-            from flexnsa.attention.triton.kernels.hopper.selected_bwd import hopper_backward_parts
+        for parity in parities:
+            launched = q, k, v, grad_out, stats, *queries, *tensors, parity, scale, scale * LOG2_E
+            if in_gluon:
+                from flexnsa.attention.triton.kernels.hopper.selected_bwd import hopper_backward_parts
 
-            hopper_backward_parts[(num_replicas, heads)](
-                q, k, v, grad_out, stats, *tensors, scale, scale * LOG2_E,
-                n=n, G=group, DK=d_k, DV=d_v, SIZE=size, BM=ROWS, BN=ROWS, DQ=64, num_warps=4,
-            )  # fmt: skip
-        else:
-            for parity in parities:
+                hopper_backward_parts[(num_replicas, heads)](
+                    *launched, **shape, DV=d_v, BM=ROWS, BN=ROWS, DQ=64, num_warps=4
+                )
+            else:
                 backward_parts[(num_replicas, heads)](
-                    q, k, v, grad_out, stats, *queries, *tensors, parity, scale, scale * LOG2_E,
+                    *launched,
                     **shape, DV=d_v, LOW=low, HIGH=high, BDV=padded(d_v), BN=padded(size), PRECISION=precision,
                     OF_QUERIES=of_queries, INT64_OFFSETS=int64_offsets, **of_group(tiles, group), **tiles.options(),
                 )  # fmt: skip
@@ -149,10 +149,10 @@ def backward(
             _, *of_window = others
             strides = q, others.k_win, others.v_win
             hopper_sum_slots[(cdiv(in_chunk, row_tiles.queries) * group, heads)](
-                part, selection.block_indices, q, *of_window, grad_out, others.cmp, grad_q,
+                part, *queries, q, *of_window, grad_out, others.cmp, grad_q,
                 *itertools.chain(*(x.stride()[:3] for x in strides)), others.stats.stride(-1), *grad_out.stride()[:3],
                 *grad_q.stride()[:3], *sizes, scale,
-                n=n, G=group, DK=d_k, DV=d_v, SIZE=size, WINDOW=window, SLOTS=SLOTS,
+                **shape, DV=d_v, WINDOW=window, SLOTS=SLOTS,
                 BM=row_tiles.queries, BN=row_tiles.keys, **row_tiles.options("BUFFERS"),
             )  # fmt: skip
         else:

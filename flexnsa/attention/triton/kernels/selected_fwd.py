@@ -93,10 +93,10 @@ def forward(
     part_lse = torch.empty(batch * kv_heads, chunk, n, group, dtype=torch.float32, device=q.device)
     num_replicas = max_replicas(selection.num_key_tiles, chunk * n, lists.capacity)
     low, high = columns(dk, halve=False)
-    shape: dict[str, object] = {"n": n, "G": group, "DV": dv, "SIZE": selection.block_size, "BDV": padded(dv)}
-    has_positions, int64_offsets = selection.token is not None, needs_int64(q, group, chunk)
-    shape |= {"HAS_POSITIONS": has_positions}
-    plan = Plan.of(q, k, v, has_positions=has_positions, block_size=selection.block_size)
+    shape: dict[str, object] = {"n": n, "G": group, "DV": dv, "SIZE": selection.block_size}
+    shape |= {"HAS_POSITIONS": selection.token is not None}
+    int64_offsets = needs_int64(q, group, chunk)
+    plan = Plan.of(q, k, v, block_size=selection.block_size)
     in_gluon = plan.selected_in_gluon and not int64_offsets and can_copy(q, k, v)
     queries = (selection.block_indices, *selection.positions())
     total, gates, cmp, win, win_lse, k_win, v_win = gated or GatedBranches(out, lse, out)
@@ -113,30 +113,29 @@ def forward(
             piece = max(PIECE, PIECE_ROWS // group)
             pieces = cdiv(lists.capacity, piece)
             hopper_forward_parts[(num_replicas * pieces, batch * kv_heads)](
-                q, k, v, *tensors, *row_strides, *sizes, *tables,
-                n=n, G=group, DK=dk, DV=dv, SIZE=selection.block_size, BM=ROWS, BN=ROWS,
-                PIECE=piece, PIECES=pieces, num_warps=4, maxnreg=registers,
+                q, k, v, *queries, *tensors, *row_strides, *sizes, *tables,
+                **shape, DK=dk, BM=ROWS, BN=ROWS, PIECE=piece, PIECES=pieces, num_warps=4, maxnreg=registers,
             )  # fmt: skip
         else:
             forward_parts[(num_replicas, batch * kv_heads)](
                 q, k, v, *queries, *tensors, *row_strides, *sizes, *tables,
-                **shape, DK=dk, LOW=low, HIGH=high, BN=padded(selection.block_size), PRECISION=precision,
-                INT64_OFFSETS=int64_offsets, **of_group(tiles, group), **tiles.options(),
+                **shape, DK=dk, LOW=low, HIGH=high, BDV=padded(dv), BN=padded(selection.block_size),
+                PRECISION=precision, INT64_OFFSETS=int64_offsets, **of_group(tiles, group), **tiles.options(),
             )  # fmt: skip
         if window is None:
             combine[(cdiv(chunk * group, SUM_ROWS), batch * kv_heads)](
                 part_out, part_lse, *queries, out, lse, *strides_of_groups(out, kv_heads), *sums, *sizes,
-                **shape, BR=SUM_ROWS, ALONE=gated is None, HAS_WINDOW=win is not None, num_warps=4,
+                **shape, BDV=padded(dv), BR=SUM_ROWS, ALONE=gated is None, HAS_WINDOW=win is not None, num_warps=4,
             )  # fmt: skip
         else:
             from flexnsa.attention.triton.kernels.hopper.window_sums import hopper_combine
 
             strides = (x.stride()[:3] for x in (q, given(k_win), given(v_win), out, total))
             hopper_combine[(cdiv(min(chunk, num_queries - index * lists.chunk), ROWS) * group, batch * kv_heads)](
-                part_out, part_lse, selection.block_indices, q, k_win, v_win, cmp, win, win_lse, out, lse, gates, total,
+                part_out, part_lse, *queries, q, k_win, v_win, cmp, win, win_lse, out, lse, gates, total,
                 *itertools.chain(*strides), gates.stride(-1), *sizes, scale * LOG2_E,
-                n=n, G=group, DK=dk, DV=dv, SIZE=selection.block_size, WINDOW=window,
-                SLOTS=SLOTS, BM=ROWS, BN=ROWS, num_warps=4,
+                **shape, DK=dk, WINDOW=window, SLOTS=SLOTS, BM=ROWS, BN=ROWS, num_warps=4,
+                maxnreg=None if selection.token is None else 168,  # so that three programs fit, as without positions
             )  # fmt: skip
 
 

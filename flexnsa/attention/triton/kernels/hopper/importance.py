@@ -13,8 +13,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
 
 from flexnsa.attention.triton.kernels.gluon import async_load, barrier, gluon_jit
-from flexnsa.attention.triton.kernels.hopper.interval_keys import count_visible
 from flexnsa.attention.triton.kernels.hopper.rows import copy_layout, copy_rows, product_layout, product_with
+from flexnsa.attention.triton.kernels.hopper.visible import count_visible
 
 
 @gluon_jit(do_not_specialize=["first_row", "num_rows", "num_keys", "width"])

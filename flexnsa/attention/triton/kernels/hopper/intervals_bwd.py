@@ -1,5 +1,6 @@
 # pyright: standard, reportArgumentType=false, reportAssignmentType=false
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false
 """Attention to an interval of keys for each query, backward; see :mod:`flexnsa.attention.triton.kernels.intervals`."""
 
 from __future__ import annotations
@@ -9,24 +10,25 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from flexnsa.attention.triton.kernels.gluon import async_load, gluon_jit
-from flexnsa.attention.triton.kernels.hopper.interval_keys import keys_of, place
 from flexnsa.attention.triton.kernels.hopper.rows import copy_rows, load_rows, product_layout, product_with, store_rows
+from flexnsa.attention.triton.kernels.hopper.visible import keys_of, place, queries_of
 
 
-@gluon_jit(do_not_specialize=["num_heads", "num_queries", "num_keys"])
+@gluon_jit(do_not_specialize=["p_sb", "num_heads", "num_queries", "num_keys"])
 def hopper_backward_queries(
-    q_ptr, k_ptr, v_ptr, stats_ptr, do_ptr, dq_ptr,
+    q_ptr, k_ptr, v_ptr, token_ptr, start_ptr, first_ptr, p_sb, stats_ptr, do_ptr, dq_ptr,
     q_sb, q_sh, q_st, k_sb, k_sh, k_st, v_sb, v_sh, v_st, s_sn, d_sb, d_sh, d_st, g_sb, g_sh, g_st,
     num_heads, num_queries, num_keys, scale,
     G: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, LENGTH: gl.constexpr, STRIDE: gl.constexpr,
-    WINDOW: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BUFFERS: gl.constexpr,
+    WINDOW: gl.constexpr, HAS_POSITIONS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of a query tile."""
     tile, bh = place(True, WINDOW)
     b = bh // num_heads
     h = bh % num_heads
+    where = (token_ptr, start_ptr, first_ptr, (b * p_sb).to(gl.int32)) if HAS_POSITIONS else None
     dq = gradient_of_queries(
-        q_ptr + b * q_sb + h * q_sh, k_ptr + b * k_sb + (h // G) * k_sh, v_ptr + b * v_sb + (h // G) * v_sh,
+        q_ptr + b * q_sb + h * q_sh, k_ptr + b * k_sb + (h // G) * k_sh, v_ptr + b * v_sb + (h // G) * v_sh, where,
         stats_ptr + bh * num_queries, do_ptr + b * d_sb + h * d_sh, tile * BM, q_st, k_st, v_st, s_sn, d_st,
         num_queries, num_keys, scale, DK, DV, LENGTH, STRIDE, WINDOW, BM, BN, BUFFERS,
     )  # fmt: skip
@@ -35,7 +37,7 @@ def hopper_backward_queries(
 
 @gluon_jit
 def gradient_of_queries(
-    q_ptr, k_ptr, v_ptr, stats_ptr, do_ptr, row0, q_st, k_st, v_st, s_sn, d_st, num_queries, num_keys, scale,
+    q_ptr, k_ptr, v_ptr, where, stats_ptr, do_ptr, row0, q_st, k_st, v_st, s_sn, d_st, num_queries, num_keys, scale,
     DK: gl.constexpr, DV: gl.constexpr, LENGTH: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
@@ -47,8 +49,9 @@ def gradient_of_queries(
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
 
     # Some query sees the keys from begin to end, all see those from full to rest.
-    begin, rest = keys_of(row0, num_keys, LENGTH, STRIDE, WINDOW)
-    full, end = keys_of(gl.minimum(row0 + BM, num_queries) - 1, num_keys, LENGTH, STRIDE, WINDOW)
+    begin, rest = keys_of(row0, where, num_queries, num_keys, LENGTH, STRIDE, WINDOW)
+    last = gl.minimum(row0 + BM, num_queries) - 1
+    full, end = keys_of(last, where, num_queries, num_keys, LENGTH, STRIDE, WINDOW)
     tiles = (gl.maximum(end - begin, 0) + BN - 1) // BN
 
     k_tiles = gl.allocate_shared_memory(dtype, [BUFFERS, BN, DK], swizzled)
@@ -65,7 +68,7 @@ def gradient_of_queries(
     stats_ptr += row
     shift = gl.load(stats_ptr, mask=row < num_queries, other=0.0) * qk_scale
     delta = gl.load(stats_ptr + s_sn, mask=row < num_queries, other=0.0)
-    low, high = keys_of(row, num_keys, LENGTH, STRIDE, WINDOW)
+    low, high = keys_of(row, where, num_queries, num_keys, LENGTH, STRIDE, WINDOW)
     seen = gl.maximum(high - low, 0).to(gl.uint32)
     column = gl.arange(0, BN, gl.SliceLayout(0, mma_s))
     dq = gl.zeros([BM, DK], gl.float32, mma_q)
@@ -96,14 +99,14 @@ def gradient_of_queries(
     return dq * scale
 
 
-@gluon_jit(do_not_specialize=["num_sums", "num_queries", "num_keys"])
+@gluon_jit(do_not_specialize=["p_sb", "num_sums", "num_queries", "num_keys"])
 def hopper_backward_keys(
-    q_ptr, k_ptr, v_ptr, stats_ptr, do_ptr, dk_ptr, dv_ptr,
+    q_ptr, k_ptr, v_ptr, token_ptr, start_ptr, first_ptr, p_sb, stats_ptr, do_ptr, dk_ptr, dv_ptr,
     q_sb, q_sh, q_st, k_sb, k_sh, k_st, v_sb, v_sh, v_st, s_sn, d_sb, d_sh, d_st,
     gk_sb, gk_sh, gk_st, gv_sb, gv_sh, gv_st, num_sums, num_queries, num_keys, scale,
     G: gl.constexpr, HEADS: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, LENGTH: gl.constexpr,
-    STRIDE: gl.constexpr, WINDOW: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BUFFERS: gl.constexpr,
-    LATE: gl.constexpr,
+    STRIDE: gl.constexpr, WINDOW: gl.constexpr, HAS_POSITIONS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    BUFFERS: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
     """Sum the gradients of a tile of keys and values over ``HEADS`` heads of the group.
 
@@ -123,13 +126,23 @@ def hopper_backward_keys(
     h = at * HEADS
     key0 = tile * BN
     # Queries from row0 to end see a key of this tile, and those from whole to partial all of its keys.
-    row0 = gl.minimum(key0 * STRIDE + LENGTH - 1, num_queries)
-    whole = (key0 + BN - 1) * STRIDE + LENGTH - 1
-    end = num_queries
-    partial = num_queries + BM
-    if WINDOW > 0:
-        end = gl.minimum(key0 + BN - 1 + WINDOW, num_queries)
-        partial = key0 + WINDOW
+    if HAS_POSITIONS:
+        where = token_ptr, start_ptr, first_ptr, (b * p_sb).to(gl.int32)
+        key = gl.minimum(key0 + gl.arange(0, BN, gl.SliceLayout(1, mma_s)), num_keys - 1)
+        begin, past = queries_of(key, where, num_queries, num_keys, LENGTH, STRIDE, WINDOW)
+        span = (past - begin).to(gl.uint32)[:, None]
+        row0 = gl.min(begin, 0)
+        whole = gl.max(begin, 0)
+        end = gl.max(past, 0)
+        partial = gl.min(past, 0)
+    else:
+        row0 = gl.minimum(key0 * STRIDE + LENGTH - 1, num_queries)
+        whole = (key0 + BN - 1) * STRIDE + LENGTH - 1
+        end = num_queries
+        partial = num_queries + BM
+        if WINDOW > 0:
+            end = gl.minimum(key0 + BN - 1 + WINDOW, num_queries)
+            partial = key0 + WINDOW
     total = HEADS * ((gl.maximum(end - row0, 0) + BM - 1) // BM)
 
     q_tiles = gl.allocate_shared_memory(dtype, [BUFFERS, BM, DK], swizzled)
@@ -151,7 +164,9 @@ def hopper_backward_keys(
     dv = gl.zeros([BN, DV], gl.float32, mma_v)
     qk_scale = scale * 1.4426950408889634
     # The first query that sees a key; keys past the end are not stored, so they may be seen.
-    begin = (key0 + gl.arange(0, BN, gl.SliceLayout(1, mma_s))) * STRIDE + LENGTH - 1
+    if not HAS_POSITIONS:
+        begin = (key0 + gl.arange(0, BN, gl.SliceLayout(1, mma_s))) * STRIDE + LENGTH - 1
+        span = WINDOW
     column = gl.arange(0, BM, of_rows)
     now = row0
     fence_async_shared()
@@ -179,7 +194,7 @@ def hopper_backward_keys(
         # Rows past the end need no mask: their q and do are 0.
         if (first < whole) | (first + BM > partial):
             age = (first - begin)[:, None] + column[None, :]
-            p = gl.where((age.to(gl.uint32) < WINDOW) if WINDOW > 0 else (age >= 0), p, 0.0)
+            p = gl.where((age.to(gl.uint32) < span) if HAS_POSITIONS or WINDOW > 0 else (age >= 0), p, 0.0)
         p_low = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, mma_v, 2))
         dv = warpgroup_mma(p_low, do, dv, is_async=True)
         # Not where dP begins: the assembler would wait for S before it writes registers of the next product.

@@ -9,23 +9,25 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from flexnsa.attention.triton.kernels.gluon import barrier, gluon_jit
-from flexnsa.attention.triton.kernels.hopper.interval_keys import keys_of, place
 from flexnsa.attention.triton.kernels.hopper.rows import copy_rows, product_layout, product_with, store_rows
+from flexnsa.attention.triton.kernels.hopper.visible import keys_of, place
 
 
-@gluon_jit(do_not_specialize=["num_heads", "num_queries", "num_keys"])
+@gluon_jit(do_not_specialize=["p_sb", "num_heads", "num_queries", "num_keys"])
 def hopper_forward(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_sb, q_sh, q_st, k_sb, k_sh, k_st, v_sb, v_sh, v_st, o_sb, o_sh, o_st,
+    q_ptr, k_ptr, v_ptr, token_ptr, start_ptr, first_ptr, p_sb, out_ptr, lse_ptr,
+    q_sb, q_sh, q_st, k_sb, k_sh, k_st, v_sb, v_sh, v_st, o_sb, o_sh, o_st,
     num_heads, num_queries, num_keys, qk_scale,
     G: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, LENGTH: gl.constexpr, STRIDE: gl.constexpr,
-    WINDOW: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    WINDOW: gl.constexpr, HAS_POSITIONS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
 ):  # fmt: skip
     """Compute the output and the natural log-sum-exp of a query tile."""
     tile, bh = place(True, WINDOW)
     b = bh // num_heads
     h = bh % num_heads
+    where = (token_ptr, start_ptr, first_ptr, (b * p_sb).to(gl.int32)) if HAS_POSITIONS else None
     out, lse = attend_to_keys(
-        q_ptr + b * q_sb + h * q_sh, k_ptr + b * k_sb + (h // G) * k_sh, v_ptr + b * v_sb + (h // G) * v_sh,
+        q_ptr + b * q_sb + h * q_sh, k_ptr + b * k_sb + (h // G) * k_sh, v_ptr + b * v_sb + (h // G) * v_sh, where,
         tile * BM, q_st, k_st, v_st, num_queries, num_keys, qk_scale, DK, DV, LENGTH, STRIDE, WINDOW, BM, BN,
     )  # fmt: skip
     row = tile * BM + gl.arange(0, BM, lse.type.layout)
@@ -35,7 +37,7 @@ def hopper_forward(
 
 @gluon_jit
 def attend_to_keys(
-    q_ptr, k_ptr, v_ptr, row0, q_st, k_st, v_st, num_queries, num_keys, qk_scale,
+    q_ptr, k_ptr, v_ptr, where, row0, q_st, k_st, v_st, num_queries, num_keys, qk_scale,
     DK: gl.constexpr, DV: gl.constexpr, LENGTH: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr,
 ):  # fmt: skip
@@ -54,8 +56,9 @@ def attend_to_keys(
     hold = gl.allocate_shared_memory(gl.float32, [BM, 8], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
     # Some query sees the keys from begin to end; all see those of the tiles in the middle, which come last.
-    begin, high0 = keys_of(row0, num_keys, LENGTH, STRIDE, WINDOW)
-    low1, end = keys_of(gl.minimum(row0 + BM, num_queries) - 1, num_keys, LENGTH, STRIDE, WINDOW)
+    begin, high0 = keys_of(row0, where, num_queries, num_keys, LENGTH, STRIDE, WINDOW)
+    last = gl.minimum(row0 + BM, num_queries) - 1
+    low1, end = keys_of(last, where, num_queries, num_keys, LENGTH, STRIDE, WINDOW)
     end = gl.maximum(begin, end)
     before = gl.minimum((low1 - begin + BN - 1) // BN, (end - begin + BN - 1) // BN)
     middle = gl.maximum(high0 - (begin + before * BN), 0) // BN
@@ -84,7 +87,7 @@ def attend_to_keys(
     top = gl.full([BM], float("-inf"), gl.float32, gl.SliceLayout(1, mma_s))
     acc = gl.zeros([BM, DV], gl.float32, mma_o)
     row = row0 + gl.arange(0, BM, gl.SliceLayout(1, mma_s))
-    low, high = keys_of(row, num_keys, LENGTH, STRIDE, WINDOW)
+    low, high = keys_of(row, where, num_queries, num_keys, LENGTH, STRIDE, WINDOW)
 
     async_copy.wait_group(1)
     barrier()

@@ -14,20 +14,22 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from flexnsa.attention.triton.kernels.gluon import async_load, barrier, gluon_jit
 from flexnsa.attention.triton.kernels.hopper.rows import copy_gathered, load_rows, product_layout, store_layout
+from flexnsa.attention.triton.kernels.hopper.visible import count_masked, first_key, keys_of_pair
 
 
 @gluon_jit(
     do_not_specialize=[
-        "kv_heads", "num_queries", "num_keys", "chunk", "index", "num_chunks", "num_replicas", "num_shared",
+        "p_sb", "kv_heads", "num_queries", "num_keys", "chunk", "index", "num_chunks", "num_replicas", "num_shared",
+        "parity",
     ]
 )  # fmt: skip
 def hopper_backward_parts(
-    q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, order_ptr, replicas_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, idx_ptr, token_ptr, start_ptr, p_sb, order_ptr, replicas_ptr,
     dq_ptr, dk_ptr, dv_ptr, dk_shared_ptr, dv_shared_ptr,
     q_sb, q_sh, q_sg, q_st, k_sb, k_sh, k_st, v_sb, v_sh, v_st, d_sb, d_sh, d_sg, d_st,
-    kv_heads, num_queries, num_keys, chunk, index, num_chunks, num_replicas, num_shared, scale, qk_scale,
-    n: gl.constexpr, G: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, SIZE: gl.constexpr, BM: gl.constexpr,
-    BN: gl.constexpr, DQ: gl.constexpr,
+    kv_heads, num_queries, num_keys, chunk, index, num_chunks, num_replicas, num_shared, parity, scale, qk_scale,
+    n: gl.constexpr, G: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, SIZE: gl.constexpr,
+    HAS_POSITIONS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, DQ: gl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv of one replica, and the contribution of its keys to dq of its pairs, ``DQ`` columns at a time.
 
@@ -46,7 +48,7 @@ def hopper_backward_parts(
     bh = gl.program_id(1).to(gl.int64)
     replicas_ptr += (bh * num_chunks + index) * 5 * num_replicas + gl.program_id(0)
     count = gl.load(replicas_ptr + num_replicas)
-    if count > 0:
+    if (count > 0) & (gl.load(replicas_ptr) % 2 == parity) if HAS_POSITIONS else count > 0:
         b = bh // kv_heads
         h = bh % kv_heads
         t0 = chunk * index
@@ -56,10 +58,14 @@ def hopper_backward_parts(
         order_ptr += (bh * num_queries + t0) * n + gl.load(replicas_ptr + 2 * num_replicas)
         dq_ptr += bh * gl.minimum(chunk, num_queries) * n * G * DK
 
-        first = gl.load(replicas_ptr) * SIZE
-        end = gl.minimum(first + SIZE, num_keys)
+        where = None
+        if HAS_POSITIONS:
+            where = idx_ptr + (bh * num_queries + t0) * n, token_ptr, start_ptr, (b * p_sb + t0).to(gl.int32)
+        begin = first_key(gl.load(replicas_ptr), order_ptr, where, n, SIZE)
+        first = gl.maximum(begin, 0) if HAS_POSITIONS else begin
+        end = gl.minimum(begin + SIZE, num_keys)
         # So many queries, first in the list, may not see the whole key tile.
-        masked = gl.where(end < first + BN, 2147483647, first + SIZE - 1 - t0 - gl.load(order_ptr) // n)
+        masked = gl.where(end < first + BN, 2147483647, count_masked(begin, order_ptr, where, t0, n, SIZE))
 
         q_tiles = gl.allocate_shared_memory(dtype, [2, BM, DK], swizzled)
         do_tiles = gl.allocate_shared_memory(dtype, [2, BM, DV], swizzled)
@@ -110,7 +116,14 @@ def hopper_backward_parts(
             s = warpgroup_mma_wait(1, deps=[s])
             p = gl.exp2(s * qk_scale)
             if i * QUERIES < masked:
-                t = t0 + dq_at.index(i % 4).load(gl.SliceLayout(0, mma_s)) // (n * G)
+                if where is None:
+                    t = t0 + dq_at.index(i % 4).load(gl.SliceLayout(0, mma_s)) // (n * G)
+                else:  # a thread looks up one row, and tells the others
+                    row = gl.maximum(dq_at.index(i % 4).load(row_layout), 0)
+                    low, t = keys_of_pair(row // G, where, n, SIZE)
+                    low = gl.convert_layout(low, gl.SliceLayout(0, mma_s))
+                    p = gl.where(key[:, None] >= low[None, :], p, 0.0)
+                    t = gl.convert_layout(t, gl.SliceLayout(0, mma_s))
                 p = gl.where(key[:, None] <= t[None, :], p, 0.0)
             p_low = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, mma_v, 2))
             dv = warpgroup_mma(p_low, do, dv, is_async=True)
@@ -139,9 +152,12 @@ def hopper_backward_parts(
         slot = gl.load(replicas_ptr + 3 * num_replicas)
         row = bh * num_keys + first
         if slot >= 0:
-            row = (bh * num_shared + slot) * SIZE
+            row = (bh * num_shared + slot) * SIZE + (first - begin)
             dk_ptr = dk_shared_ptr
             dv_ptr = dv_shared_ptr
+        elif HAS_POSITIONS:  # the tile of another boundary may have the keys that no query of this one sees
+            _, token = keys_of_pair(gl.load(order_ptr + count - 1), where, n, SIZE)
+            end = gl.minimum(end, token + 1)
         _add_or_store(dk_ptr + row * DK, dk, end - first, slot, DK)
         _add_or_store(dv_ptr + row * DV, dv, end - first, slot, DV)
 

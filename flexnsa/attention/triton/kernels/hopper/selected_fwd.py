@@ -23,15 +23,18 @@ from flexnsa.attention.triton.kernels.hopper.rows import (
     product_with,
     store_layout,
 )
+from flexnsa.attention.triton.kernels.hopper.visible import count_masked, first_key, keys_of_pair
 
 
-@gluon_jit(do_not_specialize=["kv_heads", "num_queries", "num_keys", "chunk", "index", "num_chunks", "num_replicas"])
+@gluon_jit(
+    do_not_specialize=["p_sb", "kv_heads", "num_queries", "num_keys", "chunk", "index", "num_chunks", "num_replicas"]
+)
 def hopper_forward_parts(
-    q_ptr, k_ptr, v_ptr, order_ptr, replicas_ptr, po_ptr, pl_ptr,
+    q_ptr, k_ptr, v_ptr, idx_ptr, token_ptr, start_ptr, p_sb, order_ptr, replicas_ptr, po_ptr, pl_ptr,
     q_sb, q_sh, q_sg, q_st, k_sb, k_sh, k_st, v_sb, v_sh, v_st,
     kv_heads, num_queries, num_keys, chunk, index, num_chunks, num_replicas, qk_scale,
-    n: gl.constexpr, G: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, SIZE: gl.constexpr, BM: gl.constexpr,
-    BN: gl.constexpr, PIECE: gl.constexpr, PIECES: gl.constexpr,
+    n: gl.constexpr, G: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, SIZE: gl.constexpr,
+    HAS_POSITIONS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, PIECE: gl.constexpr, PIECES: gl.constexpr,
 ):  # fmt: skip
     """Attend from some queries of a replica to its keys only: the normalised output and the base-2 log-sum-exp.
 
@@ -53,8 +56,12 @@ def hopper_forward_parts(
         parts = bh * gl.minimum(chunk, num_queries) * n * G
         po_ptr += parts * DV
         pl_ptr += parts
-        first = gl.load(replicas_ptr) * SIZE
-        end = gl.minimum(first + SIZE, num_keys)
+        where = None
+        if HAS_POSITIONS:
+            where = idx_ptr + (bh * num_queries + t0) * n, token_ptr, start_ptr, (b * p_sb + t0).to(gl.int32)
+        begin = first_key(gl.load(replicas_ptr), order_ptr, where, n, SIZE)
+        first = gl.maximum(begin, 0) if HAS_POSITIONS else begin
+        end = gl.minimum(begin + SIZE, num_keys)
         q_tiles = gl.allocate_shared_memory(dtype, [2, BM, DK], swizzled)
         k_tile = gl.allocate_shared_memory(dtype, [BN, DK], swizzled)
 
@@ -71,7 +78,7 @@ def hopper_forward_parts(
         fence_async_shared()
 
         # So many queries, first in the list, may not see the whole block: those before its last key.
-        masked = gl.minimum(gl.maximum(first + SIZE - 1 - t0 - gl.load(order_ptr) // n, 0), count)
+        masked = gl.minimum(gl.maximum(count_masked(begin, order_ptr, where, t0, n, SIZE), 0), count)
         masked = (gl.where(end < first + BN, count, masked) * G + BM - 1) // BM
         key = first + gl.arange(0, BN, gl.SliceLayout(0, mma_s))
         key = gl.where(key < end, key, 2147483647)
@@ -84,7 +91,7 @@ def hopper_forward_parts(
             for i in range(0 if part == 0 else masked, masked if part == 0 else tiles):
                 s, row, next_row, pair, head = _tile(
                     i, s, row, next_row, pair, head, q_tiles, k_tile, v_tile, q_ptr, order_ptr, po_ptr, pl_ptr,
-                    r, key, tiles, last, q_sg, q_st, t0, qk_scale, part == 0, n, G, DK, DV, BM, mma_s,
+                    r, key, tiles, last, q_sg, q_st, t0, where, qk_scale, part == 0, n, G, DK, DV, SIZE, BM, mma_s,
                 )  # fmt: skip
         async_copy.wait_group(0)
 
@@ -92,8 +99,8 @@ def hopper_forward_parts(
 @gluon_jit
 def _tile(
     i, s, row, next_row, pair, head, q_tiles, k_tile, v_tile, q_ptr, order_ptr, po_ptr, pl_ptr,
-    r, key, tiles, last, q_sg, q_st, t0, qk_scale, MASKED: gl.constexpr,
-    n: gl.constexpr, G: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, BM: gl.constexpr, mma_s: gl.constexpr,
+    r, key, tiles, last, q_sg, q_st, t0, where, qk_scale, MASKED: gl.constexpr, n: gl.constexpr, G: gl.constexpr,
+    DK: gl.constexpr, DV: gl.constexpr, SIZE: gl.constexpr, BM: gl.constexpr, mma_s: gl.constexpr,
 ):  # fmt: skip
     """Compute tile ``i``, whose S is there; return what the next tile needs. After the last tile S is useless.
 
@@ -103,7 +110,12 @@ def _tile(
     of_s: gl.constexpr = gl.SliceLayout(1, mma_s)
     of_o: gl.constexpr = gl.SliceLayout(1, mma_o)
     if MASKED:
-        t = t0 + gl.convert_layout(row, of_s) // (n * G)
+        if where is None:
+            t = t0 + gl.convert_layout(row, of_s) // (n * G)
+        else:
+            low, t = keys_of_pair(gl.maximum(row, 0) // G, where, n, SIZE)
+            t = gl.convert_layout(t, of_s)
+            s = gl.where(key[None, :] >= gl.convert_layout(low, of_s)[:, None], s, float("-inf"))
         s = gl.where(key[None, :] <= t[:, None], s, float("-inf"))
     top = gl.maximum(gl.max(s, 1) * qk_scale, -3.4e38)  # finite also where all scores are -inf
     p = gl.exp2(s * qk_scale - top[:, None])

@@ -17,13 +17,14 @@ from flexnsa.attention.triton.kernels.hopper.intervals_fwd import attend_to_keys
 from flexnsa.attention.triton.kernels.hopper.rows import store_layout
 
 
-@gluon_jit(do_not_specialize=["gates_of_branch", "kv_heads", "num_queries", "num_keys", "chunk", "index"])
+@gluon_jit(do_not_specialize=["p_sb", "gates_of_branch", "kv_heads", "num_queries", "num_keys", "chunk", "index"])
 def hopper_combine(
-    po_ptr, pl_ptr, idx_ptr, q_ptr, k_ptr, v_ptr, cmp_ptr, win_ptr, win_lse_ptr, out_ptr, lse_ptr, gate_ptr, sum_ptr,
+    po_ptr, pl_ptr, idx_ptr, token_ptr, start_ptr, p_sb, q_ptr, k_ptr, v_ptr, cmp_ptr, win_ptr, win_lse_ptr,
+    out_ptr, lse_ptr, gate_ptr, sum_ptr,
     q_sb, q_sh, q_st, k_sb, k_sh, k_st, v_sb, v_sh, v_st, o_sb, o_sh, o_st, s_sb, s_sh, s_st, gates_of_branch,
     kv_heads, num_queries, num_keys, chunk, index, qk_scale,
-    n: gl.constexpr, G: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, SIZE: gl.constexpr, WINDOW: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr,
+    n: gl.constexpr, G: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, SIZE: gl.constexpr,
+    HAS_POSITIONS: gl.constexpr, WINDOW: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """Attend to the window, join partial outputs of the selected branch, and add up the three branches."""
     dtype: gl.constexpr = q_ptr.dtype.element_ty
@@ -31,8 +32,9 @@ def hopper_combine(
     of_rows: gl.constexpr = gl.SliceLayout(1, layout)
     local0, b, h, g, bh = _first_query(kv_heads, G, BM)
     row0 = chunk * index + local0
+    where = (token_ptr, start_ptr, start_ptr, (b * p_sb).to(gl.int32)) if HAS_POSITIONS else None
     win, win_lse = attend_to_keys(
-        q_ptr + b * q_sb + (h * G + g) * q_sh, k_ptr + b * k_sb + h * k_sh, v_ptr + b * v_sb + h * v_sh,
+        q_ptr + b * q_sb + (h * G + g) * q_sh, k_ptr + b * k_sb + h * k_sh, v_ptr + b * v_sb + h * v_sh, where,
         row0, q_st, k_st, v_st, num_queries, num_keys, qk_scale, DK, DV, 1, 1, WINDOW, BM, BN,
     )  # fmt: skip
     t = row0 + gl.arange(0, BM, of_rows)
@@ -49,9 +51,10 @@ def hopper_combine(
     part = (t - chunk * index) * (n * G)
     po_ptr += parts * DV
     pl_ptr += parts
+    age, start = _places(t, where, num_queries)
     top = gl.full([BM], float("-inf"), gl.float32, of_rows)
     for each in gl.static_range(n):
-        listed = _is_listed(idx_ptr + each, t, inside, num_keys, SIZE)
+        listed = _is_listed(idx_ptr + each, age, start, inside, num_keys, SIZE)
         top = gl.maximum(top, gl.load(pl_ptr + part + each * G, mask=listed, other=float("-inf")))
     top = gl.where(top == float("-inf"), 0.0, top)
     total = gl.zeros([BM], gl.float32, of_rows)
@@ -60,7 +63,7 @@ def hopper_combine(
     for first in range(0, n, SLOTS):
         for i in gl.static_range(SLOTS):
             slot = first + i
-            listed = _is_listed(idx_ptr + slot, t, inside & (slot < n), num_keys, SIZE)
+            listed = _is_listed(idx_ptr + slot, age, start, inside & (slot < n), num_keys, SIZE)
             share = gl.exp2(gl.load(pl_ptr + part + slot * G, mask=listed, other=float("-inf")) - top)
             row = po_ptr + slot * G * DV + rows
             o = gl.load(row, mask=listed[:, None], other=0.0, eviction_policy="evict_first")
@@ -84,20 +87,22 @@ def hopper_combine(
     gl.store(sum_ptr + to, total.to(dtype), mask=inside[:, None])
 
 
-@gluon_jit(do_not_specialize=["kv_heads", "num_queries", "num_keys", "chunk", "index"])
+@gluon_jit(do_not_specialize=["p_sb", "kv_heads", "num_queries", "num_keys", "chunk", "index"])
 def hopper_sum_slots(
-    part_ptr, idx_ptr, q_ptr, k_ptr, v_ptr, stats_ptr, do_ptr, cmp_ptr, dq_ptr,
+    part_ptr, idx_ptr, token_ptr, start_ptr, p_sb, q_ptr, k_ptr, v_ptr, stats_ptr, do_ptr, cmp_ptr, dq_ptr,
     q_sb, q_sh, q_st, k_sb, k_sh, k_st, v_sb, v_sh, v_st, s_sn, d_sb, d_sh, d_st, g_sb, g_sh, g_st,
     kv_heads, num_queries, num_keys, chunk, index, scale,
-    n: gl.constexpr, G: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, SIZE: gl.constexpr, WINDOW: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, BUFFERS: gl.constexpr, SLOTS: gl.constexpr,
+    n: gl.constexpr, G: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, SIZE: gl.constexpr,
+    HAS_POSITIONS: gl.constexpr, WINDOW: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BUFFERS: gl.constexpr,
+    SLOTS: gl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of queries from the window, and add that of the slots and that of the compressed branch."""
     layout: gl.constexpr = store_layout(DK, gl.num_warps())
     local0, b, h, g, bh = _first_query(kv_heads, G, BM)
     row0 = chunk * index + local0
+    where = (token_ptr, start_ptr, start_ptr, (b * p_sb).to(gl.int32)) if HAS_POSITIONS else None
     win = gradient_of_queries(
-        q_ptr + b * q_sb + (h * G + g) * q_sh, k_ptr + b * k_sb + h * k_sh, v_ptr + b * v_sb + h * v_sh,
+        q_ptr + b * q_sb + (h * G + g) * q_sh, k_ptr + b * k_sb + h * k_sh, v_ptr + b * v_sb + h * v_sh, where,
         stats_ptr + (bh * G + g) * num_queries, do_ptr + b * d_sb + (h * G + g) * d_sh, row0, q_st, k_st, v_st, s_sn,
         d_st, num_queries, num_keys, scale, DK, DV, 1, 1, WINDOW, BM, BN, BUFFERS,
     )  # fmt: skip
@@ -109,11 +114,12 @@ def hopper_sum_slots(
     idx_ptr += bh * num_queries * n + t * n
     part_ptr += (bh * gl.minimum(chunk, num_queries) * n * G + g) * DK
     rows = ((t - chunk * index) * (n * G * DK))[:, None] + column[None, :]
+    age, start = _places(t, where, num_queries)
     dq += gl.load(cmp_ptr + to, mask=inside[:, None], other=0.0).to(gl.float32)
     for first in range(0, n, SLOTS):
         for i in gl.static_range(SLOTS):
             slot = first + i
-            listed = _is_listed(idx_ptr + slot, t, inside & (slot < n), num_keys, SIZE)
+            listed = _is_listed(idx_ptr + slot, age, start, inside & (slot < n), num_keys, SIZE)
             dq += gl.load(part_ptr + slot * G * DK + rows, mask=listed[:, None], other=0.0).to(gl.float32)
     gl.store(dq_ptr + to, dq.to(dq_ptr.dtype.element_ty), mask=inside[:, None])
 
@@ -126,7 +132,20 @@ def _first_query(kv_heads, G: gl.constexpr, BM: gl.constexpr):
 
 
 @gluon_jit
-def _is_listed(idx_ptr, t, inside, num_keys, SIZE: gl.constexpr):
-    """Return whether queries see any key of the block that they selected; any int is safe."""
+def _places(t, where, num_queries):
+    """Return the tokens before queries in their documents, and where these begin: past all keys for a query of none."""
+    start = t * 0
+    if where is not None:
+        token_ptr, start_ptr, _, at = where
+        there = at + gl.minimum(t, num_queries - 1)
+        start = gl.load(start_ptr + there)
+        t = gl.load(token_ptr + there) - start
+        start = gl.where(t < 0, 2147483647, start)
+    return t, start
+
+
+@gluon_jit
+def _is_listed(idx_ptr, age, start, inside, num_keys, SIZE: gl.constexpr):
+    """Return whether queries see any key of the block that they selected, as ``locate`` does; any int is safe."""
     block = gl.load(idx_ptr, mask=inside, other=-1)
-    return (block >= 0) & (block <= t // SIZE) & (block * SIZE < num_keys)
+    return (block >= gl.maximum(-start, 0) // SIZE) & (block <= age // SIZE) & (start + block * SIZE < num_keys)
