@@ -106,20 +106,22 @@ def test_what_fails_ahead_fails_at_the_launch() -> None:
     assert function.warmup.call_count == 1
 
 
-def test_a_traced_layer_begins_to_compile_all_of_its_kernels() -> None:
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_traced_layer_begins_to_compile_all_of_its_kernels(packed: bool) -> None:
     layer = NativeSparseAttention(64, 4, 2, 64, impl="triton").to("meta")
     names = [name for name, _ in layer.named_parameters()]
     begun = list[str]()
 
-    def attend(x: Tensor, sampled: Tensor, *parameters: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(x: Tensor, sampled: Tensor, ids: Tensor, *parameters: Tensor) -> tuple[Tensor, Tensor]:
         selection = SelectionLoss.at(sampled, "mass")
         weights = dict(zip(names, parameters, strict=True))
-        return torch.func.functional_call(layer, weights, (x,), {"selection": selection}), selection.sums[0]
+        options = {"selection": selection, "document_ids": ids if packed else None}
+        return torch.func.functional_call(layer, weights, (x,), options), selection.sums[0]
 
     def make() -> tuple[Tensor, ...]:
         new = partial(torch.empty, dtype=torch.bfloat16)  # in which Hopper has kernels of its own
         parameters = [new(x.shape, requires_grad=True) for x in layer.parameters()]
-        return new(2, 1024, 64), torch.zeros(2, 256, dtype=torch.int64), *parameters
+        return new(2, 1024, 64), *(torch.zeros(2, n, dtype=torch.int64) for n in (256, 1024)), *parameters
 
     def submit(_pool: object, _compile: object, function: Any, *_: object) -> Future[None]:
         begun.append(function.__name__)
@@ -127,4 +129,8 @@ def test_a_traced_layer_begins_to_compile_all_of_its_kernels() -> None:
 
     with mock.patch.object(ThreadPoolExecutor, "submit", submit):
         emit(attend, make, ahead=True)
-    assert Counter(begun) == dict.fromkeys(OF_A_LAYER, 1) | SEVERAL
+    expected = dict.fromkeys(OF_A_LAYER, 1) | SEVERAL
+    if packed:  # two kinds of key tiles, one after the other, and blocks are scored in Triton
+        expected |= {"importance_kernel": expected.pop("hopper_importance")}
+        expected |= {"hopper_backward_parts": 2, "sum_shared": 2}
+    assert Counter(begun) == expected

@@ -3,11 +3,9 @@
 """Which keys the queries of a tile see, which queries see a key, and where key tiles of the selected branch begin.
 
 Neither end of the interval of keys decreases along the queries: the first and the last query of a tile tell which keys
-some of its queries see, and which all of them see.
-
-``where`` is None for one whole sequence, and the code is compiled for that. Else it is three pointers, and how far the
-positions of the batch element are along two of them: the token of each query, the first token of its document, and the
-first key of that; in the selected branch, of a chunk of queries, the blocks of its pairs come first, and no keys last.
+some of its queries see, and which all of them see. ``where`` is None for one whole sequence, for which the code is
+compiled. Else it points at tokens of queries, first tokens of their documents and first keys of these, and says where
+the batch element begins there. In the selected branch blocks of pairs come first, and there are no first keys.
 """
 
 from __future__ import annotations
