@@ -210,7 +210,8 @@ def attend(
                 blocks = select(compressed)
             one = torch.ones_like(next(iter(gates.values())))
             stacked = torch.stack([gates.get(tag, one) for tag in BRANCHES if tag in branches]).to(q.dtype)
-            out, slc, win = attend_gated(q, keys, stacked, blocks, compressed, call, by_token)
+            residual = "slc" not in gates
+            out, slc, win = attend_gated(q, keys, stacked, blocks, compressed, call, by_token, residual)
             return out, NSAAux(blocks, compressed.out, slc, win if "win" in branches else None, compressed.lse)
 
     def again(tag: str, branch: Callable[..., B], *inputs: Tensor) -> B:

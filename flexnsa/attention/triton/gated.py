@@ -40,7 +40,14 @@ def gated_sum(q: Tensor, keys: Keys, call: Call) -> GatedSum | None:
 
 
 def _attend(
-    q: Tensor, keys: Keys, gates: Tensor, block_indices: Tensor, compressed: Compressed, call: Call, by_token: bool
+    q: Tensor,
+    keys: Keys,
+    gates: Tensor,
+    block_indices: Tensor,
+    compressed: Compressed,
+    call: Call,
+    by_token: bool,
+    residual: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the sum, see ``flexnsa.attention.interface.GatedSum``; without a window its output is empty.
 
@@ -72,6 +79,7 @@ def _attend(
         operator.index(config.window_size),
         *sizes,
         by_token,
+        residual,
     )
     out, out_slc, _, out_win, *_ = _gated_attention(inputs)
     return out, out_slc, out_win
@@ -107,6 +115,7 @@ class GatedInputs(NamedTuple):
     chunk: int
     capacity: int
     by_token: bool
+    residual: bool
 
     @property
     def compressed(self) -> IntervalInputs:
@@ -204,12 +213,13 @@ def _gated_stats(
     lse_win: Tensor,
     scale: float,
     kv_heads: int,
+    from_sum: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradient of the gates, and the stats of each branch; empty ones for no window."""
     from flexnsa.attention.triton.kernels.output_rows import stats_of_gated
 
     outs, lses = (out_cmp, out_slc, out_win)[: len(gates)], (lse_cmp, lse_slc, lse_win)[: len(gates)]
-    return stats_of_gated(grad_out, outs, lses, gates, scale, kv_heads)
+    return stats_of_gated(grad_out, outs, lses, gates, scale, kv_heads, from_sum=from_sum)
 
 
 @_gated_stats.register_fake
@@ -217,11 +227,11 @@ def _(
     grad_out: Tensor,  # noqa: ARG001
     gates: Tensor,
     out_cmp: Tensor,
-    *others: *tuple[*tuple[object, ...], int],
+    *others: *tuple[*tuple[object, ...], int, bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from flexnsa.attention.triton.kernels.output_rows import empty_gated_stats
 
-    return gates.new_empty(gates.shape), *empty_gated_stats(out_cmp, others[-1], len(gates))
+    return gates.new_empty(gates.shape), *empty_gated_stats(out_cmp, others[-2], len(gates))
 
 
 @opaque_operator("gated_gradients_triton", launches_kernels=True)
@@ -269,10 +279,12 @@ def _(
 
 def _gradients(grad_out: Tensor, inputs: GatedInputs, *outputs: *GatedOutputs) -> tuple[Tensor | None, ...]:
     """Return the gradients of q, keys, values and gates; compiled code frees the outputs between the two operators."""
-    _, out_slc, lse_slc, out_win, lse_win, order, replicas = outputs
+    total, out_slc, lse_slc, out_win, lse_win, order, replicas = outputs
     gates, out_cmp, lse_cmp = given(inputs.gates), given(inputs.out_cmp), given(inputs.lse_cmp)
-    outs, lses = (out_cmp, out_slc, out_win), (lse_cmp, lse_slc, lse_win)
-    stats = _gated_stats(grad_out, gates, *outs, *lses, inputs.scale, inputs.k_slc.shape[1])
+    # The sum is stored for what follows anyway: compiled code then does not store the selected branch's output.
+    outs = out_cmp, total if inputs.residual else out_slc, out_win
+    lses = lse_cmp, lse_slc, lse_win
+    stats = _gated_stats(grad_out, gates, *outs, *lses, inputs.scale, inputs.k_slc.shape[1], inputs.residual)
     inputs = inputs._replace(gates=None, out_cmp=None, lse_cmp=None)
     grads = _gated_gradients(grad_out, *stats[1:], inputs, order, replicas)
     of_window = (None, None) if inputs.k_win is None else grads[5:]

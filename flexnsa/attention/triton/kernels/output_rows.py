@@ -39,11 +39,19 @@ def stats_of_rows(
 
 
 def stats_of_gated(
-    grad_out: Tensor, outs: Sequence[Tensor], lses: Sequence[Tensor], gates: Tensor, scale: float, kv_heads: int
+    grad_out: Tensor,
+    outs: Sequence[Tensor],
+    lses: Sequence[Tensor],
+    gates: Tensor,
+    scale: float,
+    kv_heads: int,
+    *,
+    from_sum: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradient of ``gates (branches, B, Hq, T)``, and the stats of branches for ``grad_out`` of their sum.
 
     The branches are the compressed and the selected one, and the window if there are three; else its stats are empty.
+    ``from_sum``: in place of the selected branch's output, whose gates are 1, ``outs`` has the gated sum.
     """
     grad_out, outs, gates = with_rows(grad_out), [with_rows(out) for out in outs], gates.contiguous()
     stats = empty_gated_stats(outs[0], kv_heads, len(outs))
@@ -55,6 +63,7 @@ def stats_of_gated(
         grad_out, *three, *lses, gates, grad_gates, *stats,
         *strides_of_groups(grad_out, kv_heads), *(x for out in three for x in strides_of_groups(out, kv_heads)),
         *_strides(stats[0]), *_strides(stats[1]), *sizes, gates[0].numel(), scale, **shape, BRANCHES=len(outs),
+        FROM_SUM=from_sum,
     )  # fmt: skip
     return grad_gates, *stats
 
@@ -113,6 +122,7 @@ def gated_stats(
     s_sb, s_sh, s_sg, s_st, w_sb, w_sh, w_sg, w_st, i_sb, i_sh, i_sg, i_st, i_sn, r_sb, r_sh, r_sg, r_st, r_sn,
     kv_heads, num_queries, gates_of_branch, scale,
     G: tl.constexpr, DV: tl.constexpr, BR: tl.constexpr, BDV: tl.constexpr, BRANCHES: tl.constexpr,
+    FROM_SUM: tl.constexpr,
 ):  # fmt: skip
     """Store :func:`row_stats` of each branch, and the gradients of the gates.
 
@@ -123,12 +133,13 @@ def gated_stats(
     do = load_rows(do_ptr + b * d_sb + h * d_sh, t * d_st + g * d_sg, inside, DV, BDV)
     at = (bh * G + g) * num_queries + t
     to_interval = b * i_sb + h * i_sh + t * i_st + g * i_sg
-    for branch in tl.static_range(BRANCHES):
-        if branch == 0:
+    of_others = tl.zeros([BR], tl.float32)
+    for i in tl.static_range(BRANCHES):
+        if i == 0:
             out = load_rows(cmp_ptr + b * c_sb + h * c_sh, t * c_st + g * c_sg, inside, DV, BDV)
             lse = tl.load(cmp_lse_ptr + at, mask=inside, other=0.0)
             to = cmp_stats_ptr + to_interval
-        elif branch == 1:
+        elif i == BRANCHES - 1:  # the selected branch, last
             out = load_rows(slc_ptr + b * s_sb + h * s_sh, t * s_st + g * s_sg, inside, DV, BDV)
             lse = tl.load(slc_lse_ptr + at, mask=inside, other=0.0)
             to = slc_stats_ptr + b * r_sb + h * r_sh + t * r_st + g * r_sg
@@ -137,11 +148,14 @@ def gated_stats(
             lse = tl.load(win_lse_ptr + at, mask=inside, other=0.0)
             to = win_stats_ptr + to_interval
         delta = tl.sum(do * out, 1)
-        at_gate = branch * gates_of_branch + at
+        at_gate = (BRANCHES - i) % BRANCHES * gates_of_branch + at
         gate = tl.load(gate_ptr + at_gate, mask=inside, other=0.0).to(tl.float32)
+        if FROM_SUM and i == BRANCHES - 1:
+            delta -= of_others
+        of_others += gate * delta
         tl.store(dgate_ptr + at_gate, delta.to(dgate_ptr.dtype.element_ty), mask=inside)
         tl.store(to, tl.where(gate == 0.0, -1e30, shift_of(lse, scale) + tl.log(gate) / scale), mask=inside)
-        tl.store(to + (r_sn if branch == 1 else i_sn), -delta, mask=inside)
+        tl.store(to + (r_sn if i == BRANCHES - 1 else i_sn), -delta, mask=inside)
 
 
 @jit
