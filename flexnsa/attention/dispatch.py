@@ -212,7 +212,8 @@ def attend(
             stacked = torch.stack([gates.get(tag, one) for tag in BRANCHES if tag in branches]).to(q.dtype)
             residual = "slc" not in gates
             out, slc, win = attend_gated(q, keys, stacked, blocks, compressed, call, by_token, residual)
-            return out, NSAAux(blocks, compressed.out, slc, win if "win" in branches else None, compressed.lse)
+            kept, win = None if residual else slc, win if "win" in branches else None
+            return out, NSAAux(blocks, compressed.out, kept, win, compressed.lse)
 
     def again(tag: str, branch: Callable[..., B], *inputs: Tensor) -> B:
         products[tag], attended = _recomputed(branch, gates.get(tag), inputs, call)

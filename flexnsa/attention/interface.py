@@ -118,9 +118,9 @@ paper, section 3.3.3).
 GatedSum = Callable[[Tensor, Keys, Tensor, Tensor, Compressed, Call, bool, bool], tuple[Tensor, Tensor, Tensor]]
 """``(q, keys, gates, block_indices, compressed, call, by_token, residual)``: attend to selected blocks and, if it has
 keys, to the window, and add up the branches by ``gates (2 or 3, B, Hq, T)``, none of which is negative; with
-``residual`` those of the selected branch are 1. The result is ``(out, out_slc, out_win)``; ``out`` has the heads of a
-token side by side in memory if ``by_token``, or else the memory order of q. The gradients of all branches are those of
-``out``: the compressed branch was computed without any.
+``residual`` those of the selected branch are 1, and its output is not stored. The result is ``(out, out_slc,
+out_win)``; ``out`` has the heads of a token side by side in memory if ``by_token``, or else the memory order of q. The
+gradients of all branches are those of ``out``: the compressed branch was computed without any.
 """
 
 SelectionLossSum = Callable[[Tensor, Tensor, Scorer, Call, str], tuple[Tensor, Tensor]]

@@ -1,7 +1,8 @@
 """The gated sum of the branches, with one backward pass for all.
 
 A branch on its own gets the gradient of its output, which is that of the sum times its gate: three scaled copies to
-write and to read. Here all branches read the gradient of the sum, and the gates go into their probabilities.
+write and to read. Here all branches read the gradient of the sum, and the gates go into their probabilities. Where the
+selected branch has weight 1, backward takes the sum in place of its output, which is never stored.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def _attend(
     by_token: bool,
     residual: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the sum, see ``flexnsa.attention.interface.GatedSum``; without a window its output is empty.
+    """Compute the sum, see ``flexnsa.attention.interface.GatedSum``; what is not computed is empty.
 
     Raises:
         ValueError: there is a score_mod, or the batch has too many heads in all.
@@ -170,7 +171,8 @@ def _gated_attention(inputs: GatedInputs) -> GatedOutputs:
     out_slc, lse_slc = empty_outputs(inputs.q, inputs.v_slc.shape[-1])
     total, out_cmp = _empty_sum(out_slc, inputs.by_token), given(inputs.out_cmp)
     out_cmp = out_cmp if out_cmp.stride() == out_slc.stride() else torch.empty_like(out_slc).copy_(out_cmp)
-    gated = GatedBranches(total, given(inputs.gates).contiguous().permute(1, 2, 3, 0), out_cmp)
+    gates = given(inputs.gates).contiguous().permute(1, 2, 3, 0)
+    gated = GatedBranches(total, gates, out_cmp, keeps_selected=not inputs.residual)
     out_win, lse_win = _empty_window(inputs)
     window, joined = inputs.window, inputs.plan.joins_forward and inputs.can_join(out_slc)
     if window is not None:
@@ -179,6 +181,7 @@ def _gated_attention(inputs: GatedInputs) -> GatedOutputs:
         gated = gated._replace(win=out_win, win_lse=lse_win, k_win=inputs.k_win, v_win=inputs.v_win)
     joined_window = inputs.window_size if joined else None
     lists = attend_to_blocks(inputs.selected, out_slc, lse_slc, gated, window=joined_window)
+    out_slc = inputs.q.new_empty(0) if inputs.residual else out_slc
     return total, out_slc, lse_slc, out_win, lse_win, lists.order, lists.replicas
 
 
@@ -198,7 +201,8 @@ def _empty_sum(out: Tensor, by_token: bool) -> Tensor:
 @_gated_attention.register_fake
 def _(inputs: GatedInputs) -> GatedOutputs:
     out, lse, order, replicas = empty_selected(inputs.selected)
-    return _empty_sum(out, inputs.by_token), out, lse, *_empty_window(inputs), order, replicas
+    kept = out.new_empty(0) if inputs.residual else out
+    return _empty_sum(out, inputs.by_token), kept, lse, *_empty_window(inputs), order, replicas
 
 
 @opaque_operator("gated_stats_triton", launches_kernels=True)
@@ -281,7 +285,6 @@ def _gradients(grad_out: Tensor, inputs: GatedInputs, *outputs: *GatedOutputs) -
     """Return the gradients of q, keys, values and gates; compiled code frees the outputs between the two operators."""
     total, out_slc, lse_slc, out_win, lse_win, order, replicas = outputs
     gates, out_cmp, lse_cmp = given(inputs.gates), given(inputs.out_cmp), given(inputs.lse_cmp)
-    # The sum is stored for what follows anyway: compiled code then does not store the selected branch's output.
     outs = out_cmp, total if inputs.residual else out_slc, out_win
     lses = lse_cmp, lse_slc, lse_win
     stats = _gated_stats(grad_out, gates, *outs, *lses, inputs.scale, inputs.k_slc.shape[1], inputs.residual)

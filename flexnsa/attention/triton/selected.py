@@ -178,7 +178,7 @@ def attend_to_blocks(
     for part in parts_of(k, forward_bytes(q, k, v, selection.block_indices.shape[-1], inputs.chunk)):
         q_part, k_part, v_part, out_part, lse_part = (_of_heads(x, k, part) for x in (q, k, v, out, lse))
         some = selection.of_heads(part), lists.of_heads(part)
-        branches = gated and gated._make(x if x is None else _of_heads(x, k, part) for x in gated)
+        branches = gated and gated._make(_of_heads(x, k, part) if isinstance(x, Tensor) else x for x in gated)
         forward(
             q_part, k_part, v_part, *some, out_part, lse_part, branches,
             scale=inputs.scale, precision=precision(), tiles=tiles, window=window,

@@ -227,7 +227,17 @@ class Work:
     def attention_of_forward(self) -> int:
         """Return q, and the inputs and outputs of each branch, saved or not."""
         sizes = self.sizes
-        return sizes.queries + sum(self.footprint(tag).saved(tag, sizes) for tag in self.config.branches)
+        saved = sum(self.footprint(tag).saved(tag, sizes) for tag in self.config.branches)
+        return sizes.queries + saved - self.unstored() * sizes.outputs
+
+    def at_once(self) -> bool:
+        """Return whether the branches have one backward pass, as in :mod:`flexnsa.attention.triton.gated`."""
+        several = {"cmp", "slc"} <= {*self.config.branches} and not self.config.recompute
+        return several and self.impl == "triton" and self.footprint("cmp") is FOOTPRINTS["triton"]
+
+    def unstored(self) -> int:
+        """Return how many outputs of branches follow from their sum: that of the selected one, if its weight is 1."""
+        return int(self.at_once() and self.config.gate == "residual")
 
     def footprint(self, tag: str) -> Footprint:
         """Return the footprint of a branch; ``impl="triton"`` leaves some compressed branches to FlexAttention."""
@@ -305,9 +315,7 @@ class Work:
         The gradients of saved outputs are computed at once, that of a recomputed output with its branch.
         """
         config, sizes = self.config, self.sizes
-        several = {"cmp", "slc"} <= {*config.branches} and not config.recompute
-        if several and self.impl == "triton" and self.footprint("cmp") is FOOTPRINTS["triton"]:
-            # The branches have one backward pass, as in flexnsa.attention.triton.gated
+        if self.at_once():
             return [self.excess_at_once()]
         above = (len(config.branches) - len(config.recompute) - (not config.recompute)) * sizes.outputs
         moments = []
@@ -333,5 +341,5 @@ class Work:
         stats = 2 * len(others) * sizes.lse
         above = of_queries + sum(sizes.keys(sizes.length(tag)) for tag in others) + stats
         operands = sizes.outputs + 2 * self.residual * self.activation // 4
-        freed = len(branches) * sizes.outputs if self.compiled else 0  # once the stats are computed
+        freed = (len(branches) - self.unstored()) * sizes.outputs if self.compiled else 0  # once stats are computed
         return sizes.outputs + operands + above + self.footprint("slc").backward("slc", sizes) - freed

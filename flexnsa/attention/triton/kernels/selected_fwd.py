@@ -50,6 +50,7 @@ class GatedBranches(NamedTuple):
         win_lse: likewise, ``(B, Hq, T)``.
         k_win: keys of the window ``(B, Hkv, S, Dk)``.
         v_win: its values ``(B, Hkv, S, Dv)``.
+        keeps_selected: whether the output of the selected branch is stored, too.
     """
 
     total: Tensor
@@ -59,6 +60,7 @@ class GatedBranches(NamedTuple):
     win_lse: Tensor | None = None
     k_win: Tensor | None = None
     v_win: Tensor | None = None
+    keeps_selected: bool = True
 
 
 def forward_bytes(q: Tensor, k: Tensor, v: Tensor, n: int, chunk: int) -> int:
@@ -99,7 +101,7 @@ def forward(
     plan = Plan.of(q, k, v, block_size=selection.block_size)
     in_gluon = plan.selected_in_gluon and not int64_offsets and can_copy(q, k, v)
     queries = (selection.block_indices, *selection.positions())
-    total, gates, cmp, win, win_lse, k_win, v_win = gated or GatedBranches(out, lse, out)
+    total, gates, cmp, win, win_lse, k_win, v_win, keeps = gated or GatedBranches(out, lse, out)
     sums = cmp, out if win is None else win, gates, total, *strides_of_groups(total, kv_heads), gates.stride(-1)
     for index in range(lists.sizes[0]):
         sizes = (kv_heads, num_queries, num_keys, lists.chunk, index)
@@ -125,7 +127,8 @@ def forward(
         if window is None:
             combine[(cdiv(chunk * group, SUM_ROWS), batch * kv_heads)](
                 part_out, part_lse, *queries, out, lse, *strides_of_groups(out, kv_heads), *sums, *sizes,
-                **shape, BDV=padded(dv), BR=SUM_ROWS, ALONE=gated is None, HAS_WINDOW=win is not None, num_warps=4,
+                **shape, BDV=padded(dv), BR=SUM_ROWS, ALONE=gated is None, HAS_WINDOW=win is not None, KEEP=keeps,
+                num_warps=4,
             )  # fmt: skip
         else:
             from flexnsa.attention.triton.kernels.hopper.window_sums import hopper_combine
@@ -134,7 +137,7 @@ def forward(
             hopper_combine[(cdiv(min(chunk, num_queries - index * lists.chunk), ROWS) * group, batch * kv_heads)](
                 part_out, part_lse, *queries, q, k_win, v_win, cmp, win, win_lse, out, lse, gates, total,
                 *itertools.chain(*strides), gates.stride(-1), *sizes, scale * LOG2_E,
-                **shape, DK=dk, WINDOW=window, SLOTS=SLOTS, BM=ROWS, BN=ROWS, num_warps=4,
+                **shape, DK=dk, WINDOW=window, SLOTS=SLOTS, BM=ROWS, BN=ROWS, KEEP=keeps, num_warps=4,
                 maxnreg=None if selection.token is None else 168,  # so that three programs fit, as without positions
             )  # fmt: skip
 
@@ -224,7 +227,7 @@ def combine(
     cmp_ptr, win_ptr, gate_ptr, sum_ptr, s_sb, s_sh, s_sg, s_st, gates_of_branch,
     kv_heads, num_queries, num_keys, chunk, index,
     n: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr, HAS_POSITIONS: tl.constexpr,
-    BDV: tl.constexpr, BR: tl.constexpr, ALONE: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    BDV: tl.constexpr, BR: tl.constexpr, ALONE: tl.constexpr, HAS_WINDOW: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """Join partial outputs, weighted by ``exp(lse)`` of their pairs; a program has ``BR`` (query, head) rows.
 
@@ -272,7 +275,8 @@ def combine(
     at = (b * o_sb + h * o_sh + g * o_sg + t * o_st)[:, None] + col
     mask = inside[:, None] & (col < DV)
     out = (acc / some[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + at, out, mask=mask)
+    if KEEP:
+        tl.store(out_ptr + at, out, mask=mask)
     if not ALONE:
         gate_ptr += (bh * G + g) * num_queries + t
         cmp_gate = tl.load(gate_ptr, mask=inside, other=0.0).to(tl.float32)[:, None]

@@ -25,6 +25,7 @@ def hopper_combine(
     kv_heads, num_queries, num_keys, chunk, index, qk_scale,
     n: gl.constexpr, G: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, SIZE: gl.constexpr,
     HAS_POSITIONS: gl.constexpr, WINDOW: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr,
+    KEEP: gl.constexpr,
 ):  # fmt: skip
     """Attend to the window, join partial outputs of the selected branch, and add up the three branches."""
     dtype: gl.constexpr = q_ptr.dtype.element_ty
@@ -73,7 +74,8 @@ def hopper_combine(
     lse = gl.where(total == 0.0, float("-inf"), (top + gl.log2(some)) * 0.6931471805599453)
     gl.store(lse_ptr + at_row, lse, mask=inside)
     out = (acc * (1.0 / some)[:, None]).to(dtype)
-    gl.store(out_ptr + to, out, mask=inside[:, None])
+    if KEEP:
+        gl.store(out_ptr + to, out, mask=inside[:, None])
 
     gate_ptr += at_row
     cmp_gate = gl.load(gate_ptr, mask=inside, other=0.0).to(gl.float32)
