@@ -8,7 +8,6 @@ Documents are drawn evenly from 1 to 4,095 tokens, 2,048 in the mean; the last o
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 
 import torch
@@ -21,18 +20,12 @@ from benchmarks.harness.workloads import Maker, Workload, nsa_inputs
 from flexnsa import native_sparse_attention
 
 
-def document_ids(length: int, longest: int) -> Tensor:
-    """Draw documents, always the same, and return that of each token, ``(1, length)``."""
-    draws = random.Random(0)
-    lengths = [draws.randint(1, longest) for _ in range(length)]
-    return torch.arange(length).repeat_interleave(torch.tensor(lengths))[None, :length]
-
-
-def row(longest: int | None) -> Maker:
-    """A row of documents of up to so many tokens; None for a whole one."""
+def row(longest: int, *, packed: bool) -> Maker:
+    """A row of documents of up to so many tokens, or a whole one."""
 
     def make(setting: Setting, length: int) -> Workload:
-        ids = None if longest is None else document_ids(length, longest).to(setting.device)
+        lengths = torch.randint(1, longest + 1, (length,), generator=torch.Generator().manual_seed(0))
+        ids = torch.arange(length).repeat_interleave(lengths)[None, :length].to(setting.device) if packed else None
 
         def attend(q: Tensor, gates: Tensor, *kv: Tensor) -> Tensor:
             k, v, k_win, v_win, k_cmp, v_cmp = kv
@@ -49,7 +42,7 @@ def row(longest: int | None) -> Maker:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = options.parser(__doc__, seconds=120, lengths=[8192, 32768, 65536], rounds=9, tiny=False)
     arguments = parser.parse_args(argv)
-    makers = {"whole": row(None), "packed": row(60 if arguments.tiny else 4095)}
+    makers = {name: row(60 if arguments.tiny else 4095, packed=name == "packed") for name in ("whole", "packed")}
     recording = options.open_recording(arguments, __doc__)
     for setting in (published(arguments.device, tiny=arguments.tiny), large(arguments.device)):
         session = Session(setting, recording, arguments.seconds)

@@ -139,6 +139,15 @@ def packing() -> Rows:
     return rows
 
 
+def packed_rows() -> Rows:
+    points, sizes = points_by("packed_h200", "kind", "name", "seq_len"), (8192, 32768, 65536)
+    rows = [["", *lengths(sizes)]]
+    for kind, dim in (("64 / 4", 128), ("12 / 2", 64)):
+        ratios = (total(points[kind, "packed", size]) / total(points[kind, "whole", size]) for size in sizes)
+        rows.append([f"{kind} heads of {dim}", *(f"{ratio:.2f}x" for ratio in ratios)])
+    return rows
+
+
 def transformers() -> Rows:
     points = points_by("transformers_decoding_h200", "name", "context")
     rows = [["", "32k tokens", "64k tokens"]]
@@ -185,6 +194,7 @@ TABLES = {
     "context parallelism": context_parallel,
     "data parallelism": data_parallel,
     "packing": packing,
+    "packed rows": packed_rows,
     "decoding of transformers": transformers,
     "selected branch by group size": groups,
 }
