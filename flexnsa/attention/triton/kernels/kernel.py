@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from importlib import import_module
 from inspect import signature
-from typing import TYPE_CHECKING, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ class Function(Protocol):
 
     __name__: str
     fn: Callable[..., object]
+    params: Sequence[Any]
 
     def __getitem__(self, grid: Grid, /) -> Callable[..., Compiled | None]: ...
     def warmup(self, *args: object, grid: Grid, **options: object) -> Compiled:
@@ -101,7 +102,7 @@ class Kernel:
     def compile_ahead(self, grid: Grid, first: Tensor, *rest: object, **options: object) -> None:
         """Begin to compile for these arguments, unless that has begun already."""
         args = [_Pointer(x.dtype, _address(x)) if isinstance(x, Tensor) else x for x in (first, *rest)]
-        key = (first.device, *map(_specialization, args), *options.items())
+        key = (first.device, *map(_specialization, args, self.function.params), *options.items())
         if key not in self._begun:
             self._begun.add(key)
             self._compiling.append(_threads().submit(_compile, self.function, first.device, grid, args, options))
@@ -131,11 +132,13 @@ def _address(x: Tensor) -> int:
     return int(x.storage_offset()) * x.element_size()
 
 
-def _specialization(x: object) -> object:
+def _specialization(x: object, parameter: Any) -> object:
     """Return the properties of an argument for which Triton compiles a variant."""
     if isinstance(x, _Pointer):
         return x.dtype, x.address % ALIGNMENT
-    return (x == 1, x % ALIGNMENT == 0) if isinstance(x, int) else str(type(x))
+    if isinstance(x, int) and not parameter.do_not_specialize:
+        return x == 1, x % ALIGNMENT == 0
+    return str(type(x))
 
 
 def _compile(
