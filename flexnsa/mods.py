@@ -10,19 +10,20 @@ import torch
 from torch import Tensor
 
 from flexnsa import primitives
-from flexnsa.masks.user_mods import MaskMod, ScoreMod
+from flexnsa.masks.user_mods import MaskMod, ScoreMod, SoftCap
 
 
 def soft_cap(cap: float | Tensor) -> ScoreMod:
     """Limit scores to ``(-cap, cap)``: ``cap * tanh(score / cap)`` (Gemma 2, arXiv 2408.00118, section 2).
 
     Args:
-        cap: a number, a constant to ``torch.compile``; or a tensor ``()``, whose value may change between calls.
+        cap: a number, a constant to ``torch.compile``, which every implementation takes; or a tensor ``()``, whose
+            value may change between calls.
     """
-    if isinstance(cap, Tensor):
-        primitives.check_tensor("cap", cap, ())
-    else:
+    if not isinstance(cap, Tensor):
         primitives.check_positive_number("cap", cap)
+        return SoftCap(float(cap))
+    primitives.check_tensor("cap", cap, ())
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:  # noqa: ARG001
         return cap * torch.tanh(score / cap)

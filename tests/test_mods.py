@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import and_masks
 
 from flexnsa import (
@@ -166,13 +167,9 @@ def test_a_new_closure_or_other_documents_do_not_recompile() -> None:
     torch._dynamo.reset()
     inputs = make_inputs(SEQ_LEN).to(torch.float32)
     tensors = {name: x.detach() for name, x in inputs.named().items()}
-    graphs = []
+    counter = CompileCounterWithBackend("eager")
 
-    def count(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
-        graphs.append(graph)
-        return graph.forward
-
-    @torch.compile(backend=count, fullgraph=True)
+    @torch.compile(backend=counter, fullgraph=True)
     def step(tensors: dict[str, Tensor], ids: Tensor, score_mod: Any, mask_mod: Any) -> Any:
         options: Mods = {"document_ids": ids, "score_mod": score_mod, "mask_mod": mask_mod}
         return native_sparse_attention(**tensors, config=SMALL, impl="flex", **options)
@@ -183,7 +180,10 @@ def test_a_new_closure_or_other_documents_do_not_recompile() -> None:
             ids = torch.randint(0, 2, (1, SEQ_LEN)).cumsum(1)
             score_mod = mods.chain(mods.soft_cap(torch.tensor(2.0 + seed)), mods.distance_bias(bias))
             step(tensors, ids, score_mod, mods.banned_span(0, 4))
-    assert len(graphs) == 1
+    assert counter.frame_count == 1
+    for cap in (2.0, 3.0, 4.0, 3.0):  # a number is a constant
+        step(tensors, DOCUMENTS, mods.soft_cap(cap), None)
+    assert counter.frame_count == 4
 
 
 @pytest.mark.gpu

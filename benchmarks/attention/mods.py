@@ -63,7 +63,7 @@ def table(points: Sequence[dict[str, Any]]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = options.parser(__doc__, seconds=300, lengths=[8192, 32768], rounds=5)
     arguments = parser.parse_args(argv)
-    setting = dataclasses.replace(Setting(), backend=None) if arguments.device == "cuda" else CPU
+    setting = dataclasses.replace(Setting(), backend=None, impl="auto") if arguments.device == "cuda" else CPU
     recording = options.open_recording(arguments, __doc__)
     recording.note(setting=setting.to_dict())
     session = Session(setting, recording, arguments.seconds)

@@ -59,7 +59,7 @@ def scoring_phase(setting: Setting, length: int) -> Workload:
     def score(q: Tensor, k_cmp: Tensor, lse: Tensor) -> None:
         for first, rows, width in plan:
             scores = Scores(own, passed, rows, width, band)
-            importance(q, k_cmp, lse, None, scores, first, config=config, scale=setting.head_dim**-0.5)
+            importance(q, k_cmp, lse, None, scores, first, config=config, factors=(setting.head_dim**-0.5, 0.0))
 
     return Workload("score", score, (q, k_cmp, lse), ())
 

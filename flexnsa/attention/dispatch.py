@@ -30,7 +30,7 @@ from flexnsa.attention.triton.arguments import require_device
 from flexnsa.attention.triton.gated import gated_sum
 from flexnsa.checks.calls import check_mods
 from flexnsa.config import BRANCHES
-from flexnsa.masks.user_mods import MaskMod, ScoreMod, merge_mods
+from flexnsa.masks.user_mods import MaskMod, ScoreMod, cap_of, merge_mods
 from flexnsa.operators.opaque import in_transform
 from flexnsa.primitives import check_choice
 
@@ -62,7 +62,6 @@ TRITON = replace(
     selected=triton_selected.selected,
     window=triton_intervals.window,
     check_input=triton_selected.check_input,
-    takes_mods=False,
     gated_sum=gated_sum,
 )
 
@@ -71,18 +70,18 @@ FLEX_CACHED = replace(FLEX, compressed=flex_cached.compressed, selected=flex_cac
 
 
 def _cached_compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Compressed:
-    shared = Plan.of(q, k_cmp, v_cmp, has_mod=call.score_mod is not None).share_keys
+    shared = Plan.of(q, k_cmp, v_cmp, has_mod=cap_of(call.score_mod) is None).share_keys
     return (_compressed if shared else flex_cached.compressed)(q, k_cmp, v_cmp, call)
 
 
 def _cached_selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> BranchOutput:
-    size, has_mod = call.config.select_block_size, call.score_mod is not None
-    shared = Plan.of(q, k, v, has_mod=has_mod, block_size=size).share_keys
+    size = call.config.select_block_size
+    shared = Plan.of(q, k, v, has_mod=cap_of(call.score_mod) is None, block_size=size).share_keys
     return (triton_selected.selected if shared else flex_cached.selected)(q, k, v, block_indices, call)
 
 
 def _cached_window(q: Tensor, k: Tensor, v: Tensor, call: Call) -> BranchOutput:
-    shared = Plan.of(q, k, v, has_mod=call.score_mod is not None).share_keys
+    shared = Plan.of(q, k, v, has_mod=cap_of(call.score_mod) is None).share_keys
     return (triton_intervals.window if shared else flex_cached.window)(q, k, v, call)
 
 
@@ -99,7 +98,6 @@ CACHED_IMPLEMENTATIONS = {
         selected=_cached_selected,
         window=_cached_window,
         check_input=_check_cached,
-        takes_mods=False,
         step=triton_step.step,
     ),
     "sdpa": Implementation(
@@ -118,20 +116,19 @@ def choose_implementation(
     Args:
         impl: the name.
         x: queries ``(B, Hq, T, Dk)``, or the input of a layer ``(B, S, dim)``, which does not tell ``Dk``.
-        modded: whether the user gave a score_mod or mask_mod.
+        modded: whether the user gave mods that need FlexAttention on a GPU.
         cached: whether the keys are a cache.
         v_dim: ``Dv``, where it is known.
 
     Raises:
-        ValueError: the name is unknown, or the implementation takes no mods.
+        ValueError: the name is unknown, or the implementation does not take such mods.
     """
     check_choice("impl", impl, ("auto", *IMPLEMENTATIONS))
     largest_dim = max(x.shape[-1], v_dim) if x.dim() == 4 else 0
     impl = choose_name(impl, is_cuda=x.device.type == "cuda", modded=modded, largest_dim=largest_dim)
-    chosen = (CACHED_IMPLEMENTATIONS if cached else IMPLEMENTATIONS)[impl]
-    if modded and not chosen.takes_mods:
-        raise ValueError(f"impl: expected 'flex', 'sdpa' or 'reference' with a score_mod or mask_mod, got {impl!r}")
-    return chosen
+    if modded and impl == "triton":
+        raise ValueError(f"impl: expected 'flex', 'sdpa' or 'reference' with mods other than soft_cap, got {impl!r}")
+    return (CACHED_IMPLEMENTATIONS if cached else IMPLEMENTATIONS)[impl]
 
 
 def prepare_mods(

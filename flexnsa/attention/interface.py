@@ -150,7 +150,6 @@ class Implementation:
 
     Args:
         cpu_backward: whether there is a backward pass on a CPU.
-        takes_mods: whether a score_mod may be given.
         gated_sum: ``(q, keys, call)``: choose a ``GatedSum``, or None to add up the branches one by one.
         step: adds a few new tokens to a cache and computes all branches in one call, see ``StepFunction``; None
             where steps are computed branch by branch.
@@ -163,7 +162,6 @@ class Implementation:
     selection_loss: SelectionLossSum
     check_input: InputCheck = accept
     cpu_backward: bool = True
-    takes_mods: bool = True
     gated_sum: Callable[[Tensor, Keys, Call], GatedSum | None] = no_gated_sum
     step: StepFunction | None = None
 

@@ -160,7 +160,7 @@ class Plan:
 
     @property
     def in_triton(self) -> bool:
-        """All branches and the selection loss: Triton kernels, which take no mods."""
+        """All branches and the selection loss: Triton kernels, which take no mod but a soft cap."""
         return self.is_cuda and not self.has_mod and max(self.dims) <= LARGEST_DIM
 
     @property
@@ -205,7 +205,7 @@ class Plan:
 
 
 def choose_name(impl: str, *, is_cuda: bool, modded: bool, largest_dim: int) -> str:
-    """Resolve ``"auto"``: triton on CUDA, flex there for mods and larger head dimensions, and sdpa elsewhere."""
+    """Resolve ``"auto"``: triton on CUDA, flex there for other mods and larger head dimensions, and sdpa elsewhere."""
     if impl != "auto":
         return impl
     return "sdpa" if not is_cuda else "flex" if modded or largest_dim > LARGEST_DIM else "triton"

@@ -16,6 +16,7 @@ from flexnsa.attention.shares import queries_at_once
 from flexnsa.attention.threads import grouped, heads_at_once, repeated, run_heads_in_threads
 from flexnsa.config import NSAConfig, blocks_within, num_compressed, overlap_band
 from flexnsa.masks.positions import Positions, positions_of, tensors_of
+from flexnsa.masks.user_mods import SoftCap, cap_of
 from flexnsa.operators.opaque import opaque_operator
 
 Probabilities = Callable[[Tensor, Tensor, Tensor | None, Positions, Call], Tensor]
@@ -127,15 +128,17 @@ class SelectionInputs(NamedTuple):
     cmp_start: Tensor | None
     sizes: Sequence[int]
     scale: float
+    cap: float | None
     aligned: bool
     longest: int | None
 
     @classmethod
     def of(cls, q: Tensor, k_cmp: Tensor, lse: Tensor | None, call: Call) -> SelectionInputs:
-        """Write the call, which has no mod, as an operator takes it; nothing here has a gradient."""
+        """Write a call without a mod, or with a soft cap, as an operator takes it; nothing here has a gradient."""
         positions, tensors = call.positions, (q.detach(), k_cmp.detach(), None if lse is None else lse.detach())
         about = (True, None) if positions is None else (positions.aligned, positions.longest)
-        return cls(*tensors, *tensors_of(positions), call.config.to_ints(), call.scale, *about)
+        numbers = call.config.to_ints(), call.scale, cap_of(call.score_mod)
+        return cls(*tensors, *tensors_of(positions), *numbers, *about)
 
     @property
     def call(self) -> Call:
@@ -143,7 +146,7 @@ class SelectionInputs(NamedTuple):
         token, start, cmp_start, positions = self.token, self.start, self.cmp_start, None
         if token is not None and start is not None and cmp_start is not None:
             positions = Positions(token, start, cmp_start, aligned=self.aligned, longest=self.longest)
-        return Call(NSAConfig.from_ints(self.sizes), self.scale, positions=positions)
+        return Call(NSAConfig.from_ints(self.sizes), self.scale, SoftCap(self.cap) if self.cap else None, positions)
 
     def empty_blocks(self) -> Tensor:
         """Allocate the selected blocks."""

@@ -15,6 +15,7 @@ from flexnsa.attention.selection import own_and_last, top_blocks
 from flexnsa.attention.shares import log_shares, log_shares_at_once, queries_at_once
 from flexnsa.config import NSAConfig
 from flexnsa.masks.positions import Positions, positions_of
+from flexnsa.masks.user_mods import SoftCap, cap_of
 from flexnsa.operators.opaque import OpaqueOperator, opaque_operator
 
 
@@ -44,7 +45,7 @@ def selection_loss(q: Tensor, k: Tensor, scorer: Scorer, call: Call, query_weigh
 
 
 class SelectionLossInputs(NamedTuple):
-    """What a selection loss compares, without a score_mod; see ``flexnsa.attention.interface.SelectionLossSum``.
+    """What a selection loss compares, with no mod but a soft cap; see ``flexnsa.attention.interface.SelectionLossSum``.
 
     Queries ``q (B, Hq, m, D)`` of a few tokens and keys ``k (B, Hkv, S, D)`` of the selected branch, the scorer's
     ``q_index (B, Hkv * H, m, D)`` and ``k_index (B, Hkv, N, D)``, and the positions of both, int ``(B or 1, m)``.
@@ -65,20 +66,21 @@ class SelectionLossInputs(NamedTuple):
     index_sizes: Sequence[int]
     scale: float
     index_scale: float
+    cap: float | None
     by_mass: bool
 
     @property
     def call(self) -> Call:
         """The call of the selected branch."""
         positions = Positions(self.token, self.start, self.cmp_start, consecutive=False, aligned=self.aligned)
-        return Call(NSAConfig.from_ints(self.sizes), self.scale, positions=positions)
+        return Call(NSAConfig.from_ints(self.sizes), self.scale, SoftCap(self.cap) if self.cap else None, positions)
 
     @property
     def index_call(self) -> Call:
         """The call of the scorer."""
         tensors = self.index_token, self.index_start, self.index_cmp_start
         positions = Positions(*tensors, consecutive=False, aligned=self.aligned)
-        return Call(NSAConfig.from_ints(self.index_sizes), self.index_scale, positions=positions)
+        return Call(NSAConfig.from_ints(self.index_sizes), self.index_scale, self.call.score_mod, positions)
 
 
 LossAndGradients = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -94,10 +96,10 @@ def selection_loss_by(
     call: Call,
     query_weights: str,
 ) -> tuple[Tensor, Tensor]:
-    """Sum the divergences by an operator of :class:`SelectionLossInputs`, without a score_mod."""
+    """Sum the divergences by an operator of :class:`SelectionLossInputs`."""
     positions, of_scorer = positions_of(q, call.positions), positions_of(scorer.q, scorer.call.positions)
     arguments = *positions.tensors, *of_scorer.tensors, positions.aligned
-    numbers = call.config.to_ints(), scorer.call.config.to_ints(), call.scale, scorer.call.scale
+    numbers = call.config.to_ints(), scorer.call.config.to_ints(), call.scale, scorer.call.scale, cap_of(call.score_mod)
     tensors = q.detach(), k.detach(), scorer.q, scorer.k
     total, weight, _, _ = operator(SelectionLossInputs(*tensors, *arguments, *numbers, query_weights == "mass"))
     return total, weight

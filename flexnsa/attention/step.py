@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flexnsa.config import BRANCHES, GATES, NSAConfig, num_compressed
+from flexnsa.masks.user_mods import ScoreMod, SoftCap, cap_of
 
 COMPRESSORS = {"mean": 0, "linear": 2, "mlp": 3}
 """Kinds of compressors, and how many parameters each has."""
@@ -96,6 +97,7 @@ class StepInputs:
         index: of an indexer, which then scores the blocks; None where compressed keys do.
         block_indices: int32 ``(B, Hkv, T, n)``, of the layer that this one follows; None where blocks are scored.
         tables: of a step made by :meth:`in_pages`; None for a cache, in which each sequence has one page.
+        score_mod: None or a soft cap.
     """
 
     q: Tensor
@@ -119,6 +121,7 @@ class StepInputs:
     index: IndexInputs | None = None
     block_indices: Tensor | None = None
     tables: Mapping[str, Tensor] | None = None
+    score_mod: ScoreMod | None = None
 
     @classmethod
     def in_pages(
@@ -254,7 +257,7 @@ class StepInputs:
                 self.max_seq_len,
                 *self.config.to_ints(),
             ],
-            [self.scale, self.rope_base, self.rope_scale],
+            [self.scale, self.rope_base, self.rope_scale, cap_of(self.score_mod) or 0.0],
         )
 
     @classmethod
@@ -271,7 +274,7 @@ class StepInputs:
         """Undo :meth:`to_args`."""
         has_branches, kinds, (follows, gate, num_heads, max_seq_len, *config) = sizes[:3], sizes[3:6], sizes[6:]
         branches = [tag for tag, has in zip(BRANCHES, has_branches, strict=True) if has]
-        scale, rope_base, rope_scale = factors
+        scale, rope_base, rope_scale, cap = factors
         left = iter(tensors)
 
         def compressor(number: int) -> CompressorWeights | None:
@@ -306,6 +309,7 @@ class StepInputs:
             rope_scale=rope_scale,
             index=None if phi_index is None else IndexInputs(of_index[0], of_index[1], phi_index),
             block_indices=block_indices,
+            score_mod=SoftCap(cap) if cap else None,
         )
 
 

@@ -134,7 +134,7 @@ def native_sparse_attention(
             ``index_score`` ``(B, 1, N_index, Di)``, which all heads share.
         index_scale: factor on the products of both, by default ``Di ** -0.5``.
         impl: ``"flex"``, ``"triton"``, ``"sdpa"`` or ``"reference"``. ``"auto"`` is sdpa without CUDA; on CUDA it is
-            triton, or flex with a mod or a head dimension above 256.
+            triton, or flex with another mod than a soft cap or a head dimension above 256.
         return_aux: return ``(out, NSAAux)``.
         recompute: any of ``branches``, to compute again in backward: only q, keys, values and gates are kept for it,
             neither the branches' outputs nor what their kernels save. Blocks are still selected only once.

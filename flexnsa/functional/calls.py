@@ -13,7 +13,7 @@ from flexnsa.checks.scorers import check_masses
 from flexnsa.config import NSAConfig
 from flexnsa.masks.document import document_positions
 from flexnsa.masks.positions import Positions
-from flexnsa.masks.user_mods import MaskMod, ScoreMod, mod_of_index_heads
+from flexnsa.masks.user_mods import MaskMod, ScoreMod, cap_of, mod_of_index_heads
 
 
 def locate_queries(
@@ -41,11 +41,10 @@ def prepare(
 ) -> tuple[Implementation, Call]:
     """Return the chosen implementation and the call that its branches share, with the positions of the queries."""
     positions = locate_queries(q, config, document_ids, tokens, length)
-    has_mod = score_mod is not None or mask_mod is not None
-    if has_mod:
+    if score_mod is not None or mask_mod is not None:
         check_masses(config, "with a score_mod or mask_mod")
-    v_dim = 0 if v is None else v.shape[-1]
-    implementation, scale = choose_implementation(impl, q, modded=has_mod, v_dim=v_dim), check_scale(q, scale)
+    v_dim, modded = 0 if v is None else v.shape[-1], cap_of(score_mod, mask_mod) is None
+    implementation, scale = choose_implementation(impl, q, modded=modded, v_dim=v_dim), check_scale(q, scale)
     mod = prepare_mods(score_mod, mask_mod, q, q.shape[1], implementation)
     return implementation, Call(config, scale, mod, positions, positions)
 

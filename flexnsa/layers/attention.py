@@ -26,7 +26,7 @@ from flexnsa.layers.layouts import LayoutSizes, RowLayout, check_layout, row_lay
 from flexnsa.layers.presets import describe_layer
 from flexnsa.layers.projection import computed_dtype, project_few, project_named, split_heads, weight_of
 from flexnsa.layers.step import lay_out_step, takes_step
-from flexnsa.masks.user_mods import MaskMod, Mods, ScoreMod
+from flexnsa.masks.user_mods import MaskMod, Mods, ScoreMod, cap_of
 from flexnsa.primitives import check_layer_input, check_lengths, check_type
 
 
@@ -305,15 +305,15 @@ class NativeSparseAttention(SparseLayer):
 
     def whole_step(self, x: Tensor, cache: NSACache, mods: Mods) -> WholeStep | None:
         """Return what computes these tokens at once, if kernels can; see :class:`flexnsa.layers.forward.Layer`."""
-        modded = mods != (None, None)
-        implementation = choose_implementation(self.impl, x, modded=modded, cached=True)
+        implementation = choose_implementation(self.impl, x, modded=cap_of(*mods) is None, cached=True)
         implementation.check(x=x)
         take_step = implementation.step
-        if take_step is None or modded:
+        if take_step is None or cap_of(*mods) is None:
             return None
         if not takes_step(x, cache, self._maps(self.branches).values(), self.gate, self._compressors(), self.indexer):
             return None
-        return lambda lengths, blocks: take_step(self.step_inputs(x, cache, lengths, blocks))
+        mod, _ = mods
+        return lambda lengths, blocks: take_step(replace(self.step_inputs(x, cache, lengths, blocks), score_mod=mod))
 
     def _compressors(self) -> Compressors:
         index = None if self.indexer is None else self.indexer.phi

@@ -25,7 +25,7 @@ from flexnsa.layers.indexer import Indexer, SelectionLoss, SharedIndex, untaught
 from flexnsa.layers.layouts import KeySource, Layout, RowKeys, RowLayout
 from flexnsa.layers.rope import RopeTables, apply_rope
 from flexnsa.masks.positions import Positions, positions_of
-from flexnsa.masks.user_mods import Mods
+from flexnsa.masks.user_mods import Mods, cap_of
 from flexnsa.primitives import describe
 
 C = TypeVar("C", bound=StepCache, contravariant=True)
@@ -287,10 +287,11 @@ class SparseLayer(nn.Module):
         index: SharedIndex | None = None,
     ) -> tuple[Tensor, Read]:
         """Attend from projected heads; see :class:`Layer`."""
-        by, modded = self.attention(), mods != (None, None)
-        if modded:
+        by = self.attention()
+        if mods != (None, None):
             check_masses(by.config, "with a score_mod or mask_mod")
         v_dim, in_place = max(v.shape[-1] for v in heads.v.values()), cached and returns_lse(by.sinks, heads.q)
+        modded = cap_of(*mods) is None
         implementation = choose_implementation(by.impl, heads.q, modded=modded, cached=in_place, v_dim=v_dim)
         if self.dense_branches is not None and isinstance(source, RowKeys):
             implementation = with_all_tokens(implementation, needs_lse=by.sinks is not None)

@@ -24,6 +24,24 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 Mods = tuple[ScoreMod | None, MaskMod | None]
 
 
+class SoftCap:
+    """A score_mod that our own kernels know, see :func:`flexnsa.mods.soft_cap`: it limits scores to ``(-cap, cap)``."""
+
+    def __init__(self, cap: float) -> None:
+        self.number = repr(cap)  # of a float that differs between calls torch.compile would make a variable
+
+    def __call__(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:  # noqa: ARG002
+        """Return the limited score."""
+        return float(self.number) * torch.tanh(score / float(self.number))
+
+
+def cap_of(score_mod: ScoreMod | None, mask_mod: MaskMod | None = None) -> float | None:
+    """Return the limit of a soft cap; 0 without a mod, and None for mods that our own kernels do not know."""
+    if mask_mod is not None or not isinstance(score_mod, SoftCap | None):
+        return None
+    return 0.0 if score_mod is None else float(score_mod.number)
+
+
 def merge_mods(score_mod: ScoreMod | None, mask_mod: MaskMod | None) -> ScoreMod | None:
     """Merge both into one score_mod, which returns ``-inf`` for a banned pair.
 
@@ -42,8 +60,8 @@ def merge_mods(score_mod: ScoreMod | None, mask_mod: MaskMod | None) -> ScoreMod
 
 def mod_of_index_heads(score_mod: ScoreMod | None, num_heads: int, num_index_heads: int) -> ScoreMod | None:
     """Translate a score_mod of query heads to index heads: each takes the first of its share of a group's heads."""
-    if score_mod is None:
-        return None
+    if score_mod is None or isinstance(score_mod, SoftCap):
+        return score_mod
 
     def of_index_head(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return score_mod(score, b, h * num_heads // num_index_heads, q_idx, kv_idx)

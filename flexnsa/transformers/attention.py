@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -24,13 +25,12 @@ from flexnsa.layers.layouts import RowLayout, lay_out_cached, lay_out_rows
 from flexnsa.layers.presets import GATE_LIMIT, StartingGate, start
 from flexnsa.layers.projection import computed_dtype, project, split_heads, weight_of
 from flexnsa.layers.step import fits_step, lay_out_step
-from flexnsa.masks.user_mods import Mods
+from flexnsa.masks.user_mods import Mods, SoftCap, cap_of
 from flexnsa.transformers.cache import layer_of
 from flexnsa.transformers.local_layers import layer_type
 from flexnsa.transformers.options import LayerOptions
 from flexnsa.transformers.padding import Rows
 from flexnsa.transformers.rotary import Rotary
-from flexnsa.transformers.softmax import Softmax
 from flexnsa.transformers.structure import Parts, copy_module, normed_heads
 
 MADE_FOR = ("branches", "index_rank", "share_index", "rotary", "softcap", *INDEX_FIELDS)
@@ -126,7 +126,7 @@ class ConvertedAttention(SparseLayer):
             num_valid=new_lengths,
         )
         x = rows.align(hidden_states, dim=1)
-        mods = Softmax(limit=self.options.softcap).score_mod, None
+        mods = None if self.options.softcap is None else SoftCap(self.options.softcap), None
         index = (shared_index or {}).get(self.leader, PassedIndex()).get(x) if self.follows else None
         if layer is None:
             packed = given_positions is not None or cu_seq_lens_q is not None  # the model's own positions never restart
@@ -172,14 +172,13 @@ class ConvertedAttention(SparseLayer):
 
     def whole_step(self, x: Tensor, cache: NSACache, mods: Mods) -> WholeStep | None:
         """Return what computes these tokens at once, if kernels can; see :class:`flexnsa.layers.forward.Layer`."""
-        modded = mods != (None, None)
-        take_step = choose_implementation(self.options.impl, x, modded=modded, cached=True).step
+        take_step = choose_implementation(self.options.impl, x, modded=cap_of(*mods) is None, cached=True).step
         if take_step is None or not self.takes_step(x, cache):
             return None
         factor = 1.0 if self.gate is None else GATE_LIMIT
 
         def run(lengths: Tensor | None, blocks: Tensor | None) -> tuple[Tensor, Tensor | None]:
-            out, chosen = take_step(self.step_inputs(x, cache, lengths, blocks))
+            out, chosen = take_step(replace(self.step_inputs(x, cache, lengths, blocks), score_mod=mods[0]))
             return out * factor, chosen
 
         return run
@@ -226,7 +225,7 @@ class ConvertedAttention(SparseLayer):
 
     def takes_step(self, x: Tensor, cache: NSACache) -> bool:
         """Return whether kernels that take a whole step rotate heads and weigh scores and branches as this layer."""
-        plain = self.sinks is None and self.options.softcap is None and self.options.opening == 1
+        plain = self.sinks is None and self.options.opening == 1
         rotates = self.rotary_emb.step_frequencies(x) is not None
         return plain and rotates and fits_step(x, cache, self._compressors())
 

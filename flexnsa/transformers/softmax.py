@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from flexnsa.attention.all_tokens import with_all_tokens
@@ -18,7 +17,7 @@ from flexnsa.attention.interface import Call, Keys
 from flexnsa.attention.sinks import returns_lse, with_sinks
 from flexnsa.config import BRANCHES
 from flexnsa.masks.positions import Positions
-from flexnsa.masks.user_mods import ScoreMod
+from flexnsa.masks.user_mods import SoftCap
 from flexnsa.transformers.options import DropInOptions
 
 
@@ -41,18 +40,6 @@ class Softmax:
     choose: Callable[..., Tensor] | None = None
     dense: bool = False
 
-    @property
-    def score_mod(self) -> ScoreMod | None:
-        """The limit as a user's mod."""
-        limit = self.limit
-        if limit is None:
-            return None
-
-        def cap(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:  # noqa: ARG001
-            return limit * torch.tanh(score / limit)
-
-        return cap
-
 
 def attend_to_own_keys(
     q: Tensor,
@@ -72,8 +59,8 @@ def attend_to_own_keys(
     """
     k_cmp = compress(k) if {"cmp", "slc"} & {*options.branches} else None
     v_cmp = compress(v) if "cmp" in options.branches else None
-    modded, cached = softmax.limit is not None, cached and returns_lse(softmax.sinks, q)
-    chosen = choose_implementation(options.impl, q, modded=modded, cached=cached, v_dim=v.shape[-1])
+    cached = cached and returns_lse(softmax.sinks, q)
+    chosen = choose_implementation(options.impl, q, modded=False, cached=cached, v_dim=v.shape[-1])
     if softmax.dense:
         chosen = with_all_tokens(chosen, needs_lse=softmax.sinks is not None)
     implementation = with_sinks(chosen, softmax.sinks)
@@ -82,5 +69,6 @@ def attend_to_own_keys(
     weights = zip(BRANCHES, options.gates, strict=True)
     gates = {tag: q.new_full((), gate).expand(q.shape[:3]) for tag, gate in weights if gate != 1}
     factor = q.shape[3] ** -0.5 if softmax.scale is None else softmax.scale
-    call = Call(options.sizes, factor, softmax.score_mod, positions, positions)
+    mod = None if softmax.limit is None else SoftCap(softmax.limit)
+    call = Call(options.sizes, factor, mod, positions, positions)
     return attend(implementation, q, Keys(k_cmp, v_cmp, k, v, k, v), gates, call, branches=options.branches)[0]

@@ -149,9 +149,9 @@ def test_a_layer(cached: bool) -> None:
 def test_operators_of_named_tuples_do_what_their_schemas_say(name: str) -> None:
     x = make_inputs(40, dtype=torch.float32)
     token = torch.arange(40, dtype=torch.int32)[None]
-    where, call = (token, torch.zeros_like(token), torch.zeros_like(token)), Call(SMALL, 0.3)
+    where, call = (token, torch.zeros_like(token), torch.zeros_like(token)), Call(SMALL, 0.3, mods.soft_cap(3.0))
     blocks = (token // SMALL.select_block_size)[:, None, :, None].expand(1, 2, -1, 1).contiguous()
-    numbers = False, SMALL.to_ints(), SMALL.to_ints(), 0.3, 0.3, True
+    numbers = False, SMALL.to_ints(), SMALL.to_ints(), 0.3, 0.3, None, True
     inputs = {
         "interval_attention": IntervalInputs(x.q, x.k, x.v, where[1], token + 1, 0.3, 16),
         "selected_attention": SelectedInputs(x.q, x.k, x.v, blocks, *where[:2], 0.3, SMALL.select_block_size),

@@ -28,11 +28,13 @@ from flexnsa.attention.triton import selected as triton_selected
 from flexnsa.functional import native_sparse_attention
 from flexnsa.layers import forward
 from flexnsa.masks.positions import Positions
-from flexnsa.mods import soft_cap
+from flexnsa.masks.user_mods import cap_of
+from flexnsa.mods import ScoreMod, soft_cap
 from tests.support.inputs import SMALL, Inputs, make_inputs
 from tests.support.inputs import attend as attend_with
 
 impls = pytest.mark.parametrize("impl", ["reference", "sdpa"])
+CAP, OTHER = soft_cap(3.0), soft_cap(torch.tensor(3.0))
 BRANCH_FUNCTIONS = ("compressed", "select", "selected", "window")
 
 
@@ -105,40 +107,39 @@ def test_auto_of_a_layer_depends_on_the_dimensions_of_its_heads(
 
 
 @pytest.mark.parametrize(
-    ("device", "dim", "modded", "chosen"),
+    ("device", "dim", "mod", "chosen"),
     [
-        ("cpu", 64, False, "sdpa"),
-        ("cpu", 64, True, "sdpa"),
-        ("cuda", 64, False, "triton"),
-        ("cuda", 256, False, "triton"),
-        ("cuda", 64, True, "flex"),
-        ("cuda", 257, False, "flex"),
+        *(("cpu", 64, mod, "sdpa") for mod in (None, CAP, OTHER)),
+        *(("cuda", dim, mod, "triton") for dim in (64, 256) for mod in (None, CAP)),
+        ("cuda", 64, OTHER, "flex"),
+        ("cuda", 257, None, "flex"),
     ],
 )
-def test_auto_takes_what_can_do_what_was_asked(device: str, dim: int, modded: bool, chosen: str) -> None:
+def test_auto_takes_what_can_do_what_was_asked(device: str, dim: int, mod: ScoreMod | None, chosen: str) -> None:
     with FakeTensorMode():
         q = torch.empty(1, 2, 8, dim, device=device)
+    modded = cap_of(mod) is None
     assert choose_implementation("auto", q, modded=modded) is IMPLEMENTATIONS[chosen]
     assert choose_implementation("auto", q, modded=modded, cached=True) is CACHED_IMPLEMENTATIONS[chosen]
 
 
 @pytest.mark.parametrize(
-    ("count", "dim", "modded", "chosen"),
+    ("count", "dim", "mod", "chosen"),
     [
-        (OWN_KEYS_QUERIES, 64, False, "flex"),
-        (OWN_KEYS_QUERIES + 1, 64, False, "triton"),
-        (OWN_KEYS_QUERIES + 1, 512, False, "flex"),
-        (OWN_KEYS_QUERIES + 1, 64, True, "flex"),
+        (OWN_KEYS_QUERIES, 64, None, "flex"),
+        (OWN_KEYS_QUERIES + 1, 64, CAP, "triton"),
+        (OWN_KEYS_QUERIES + 1, 512, None, "flex"),
+        (OWN_KEYS_QUERIES + 1, 64, OTHER, "flex"),
     ],
 )
 def test_many_cached_queries_use_the_kernels_of_whole_sequences(
-    count: int, dim: int, modded: bool, chosen: str, monkeypatch: pytest.MonkeyPatch
+    count: int, dim: int, mod: ScoreMod | None, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called: list[str] = []
     for name, modules in (("flex", (flex_cached, flex_cached)), ("triton", (triton_selected, triton_intervals))):
         for module, branch in zip((*modules, modules[1]), ("selected", "window", "compressed"), strict=True):
             monkeypatch.setattr(module, branch, lambda *_, name=name: called.append(name))
-    call = Call(SMALL, 0.25, soft_cap(3.0) if modded else None)
+    call = Call(SMALL, 0.25, mod)
     with FakeTensorMode():
         q, k = torch.empty(2, 4, count, dim, device="cuda"), torch.empty(2, 2, 200, dim, device="cuda")
         blocks = torch.empty(2, 2, count, 4, dtype=torch.int32, device="cuda")

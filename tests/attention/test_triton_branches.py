@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexnsa import selected_attention
+from flexnsa import NativeSparseAttention, selected_attention
 from flexnsa.attention.dispatch import REFERENCE
 from flexnsa.attention.interface import Call
 from flexnsa.attention.triton import intervals, selected
@@ -36,7 +36,7 @@ def test_interpreted_kernels_match_float64(name: str, interpret: Interpret) -> N
 
 
 def test_one_graph_of_each_kind_serves_every_length(interpret: Interpret) -> None:
-    assert interpret(triton_branches, "compiled") == {"same": True, "graphs": [1, 1]}
+    assert interpret(triton_branches, "compiled") == {"same": True, "graphs": [1, 1, 1]}
 
 
 @pytest.mark.gpu
@@ -71,12 +71,15 @@ def test_unsupported_inputs_of_triton_raise() -> None:
     x = torch.zeros(1, 1, 8, 16)
     with pytest.raises(ValueError, match=r"^q: expected a CUDA device with impl='triton', got cpu"):
         selected_attention(x, x, x, chosen, config=config, impl="triton")
-    with pytest.raises(ValueError, match=r"^impl: expected 'flex', .* with a score_mod or mask_mod, got 'triton'"):
-        selected_attention(x, x, x, chosen, config=config, impl="triton", score_mod=soft_cap(3.0))
-    call = Call(config, 1.0, soft_cap(3.0))
-    with pytest.raises(ValueError, match=r"^score_mod: expected None with impl='triton'"):
+    with pytest.raises(ValueError, match=r"^x: expected a CUDA device with impl='triton', got cpu"):
+        NativeSparseAttention(16, 2, 1, 16, impl="triton")(x[0], score_mod=soft_cap(3.0))
+    mod = soft_cap(torch.tensor(3.0))
+    with pytest.raises(ValueError, match=r"^impl: expected 'flex', .* with mods other than soft_cap, got 'triton'"):
+        selected_attention(x, x, x, chosen, config=config, impl="triton", score_mod=mod)
+    call = Call(config, 1.0, mod)
+    with pytest.raises(ValueError, match=r"^score_mod: expected None or a soft cap with impl='triton'"):
         selected.selected(x, x, x, chosen, call)
-    with pytest.raises(ValueError, match=r"^score_mod: expected None with impl='triton'"):
+    with pytest.raises(ValueError, match=r"^score_mod: expected None or a soft cap with impl='triton'"):
         intervals.window(x, x, x, call)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from flexnsa import NSAConfig
+from flexnsa.attention.interface import Call
 from flexnsa.attention.triton.selection import MANY_PROGRAMS, SCRATCH_BYTES, chunks, launch_selection
 from flexnsa.config import num_blocks, num_compressed
 from flexnsa.masks.positions import Positions
@@ -112,7 +113,8 @@ def test_kernels_for_hopper_score_as_those_that_take_positions(config: NSAConfig
 
     q = torch.randn(2, 12, length, dim, device="cuda", dtype=torch.bfloat16)
     k = torch.randn(2, 2, num_compressed(length, config), dim, device="cuda", dtype=torch.bfloat16)
-    where, options = Positions.of_sequence(length, "cuda"), {"config": config, "scale": dim**-0.5}
+    where, options = Positions.of_sequence(length, "cuda"), {"config": config, "factors": (dim**-0.5, 0.0)}
     got, lse = (log_sum_exp(q, k, positions, **options) for positions in (None, where))
     torch.testing.assert_close(got, lse, rtol=1e-6, atol=1e-6)
-    assert torch.equal(*(launch_selection(q, k, lse, positions, **options) for positions in (None, where)))
+    calls = (Call(config, dim**-0.5, positions=positions) for positions in (None, where))
+    assert torch.equal(*(launch_selection(q, k, lse, call) for call in calls))

@@ -23,6 +23,7 @@ from flexnsa.attention.triton import selection_loss as triton_selection_loss
 from flexnsa.attention.triton import step as triton_step
 from flexnsa.config import NSAConfig, num_compressed
 from flexnsa.masks.positions import Positions
+from flexnsa.mods import ScoreMod, soft_cap
 from flexnsa.operators.opaque import OpaqueOperator
 from tests.emitted.calls import BRANCHES, arguments, attention, cached_attention
 from tests.emitted.emit import emit
@@ -39,10 +40,11 @@ Compile = Callable[[], list[tuple[str, Resources]]]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What tiles depend on: head dimensions and dtype."""
+    """What tiles depend on, head dimensions and dtype; and a mod."""
 
     dims: tuple[int, int]
     dtype: torch.dtype
+    mod: ScoreMod | None = None
 
     @property
     def scale(self) -> float:
@@ -66,6 +68,8 @@ def calls(shape: Shape, packed: Sequence[bool] = (False, True)) -> Iterator[tupl
     steps = (_decoding_step, _decoding_step_by_given_frequencies, _step_in_pages)
     for function in (_select_few, _gated_sum_without_window, *losses, *steps):
         yield _name(function), partial(_own, function, shape)
+    for function in (_select, _select_few, _selected, _gated_sum, _selection_loss, _decoding_step) * (False in packed):
+        yield _name(function) + " capped", partial(_own, function, replace(shape, mod=soft_cap(30.0)))
 
 
 def _name(function: Callable[..., None]) -> str:
@@ -163,8 +167,8 @@ def _selection_loss(shape: Shape, config: NSAConfig = INDEXED) -> None:
     q, k, _ = _whole_sequence(shape)
     keys = k.detach()[:, :, : num_compressed(LENGTH, config.scoring)].requires_grad_()
     heads, where = KV_HEADS * (config.index_heads or GROUP), _positions(256)
-    scorer = Scorer(q[:, :heads, :256], keys, Call(config.scoring, shape.scale, positions=where))
-    call = Call(config, shape.scale, positions=where)
+    scorer = Scorer(q[:, :heads, :256], keys, Call(config.scoring, shape.scale, shape.mod, where))
+    call = Call(config, shape.scale, shape.mod, where)
     triton_selection_loss.selection_loss(q[:, :, :256], k, scorer, call, "mass")[0].backward()
 
 
@@ -189,6 +193,7 @@ def _decoding_step(shape: Shape, frequencies: Tensor | None = None) -> None:
     phis = [
         CompressorWeights("mlp", new(length, dim), new(4 * dim, length * dim), new(dim, 4 * dim)) for dim in shape.dims
     ]
+    of_cache = {name: getattr(cache, name) for name in ("buffers", "lengths", "reached", "max_seq_len", "config")}
     triton_step.step(
         StepInputs(
             q=q,
@@ -198,15 +203,12 @@ def _decoding_step(shape: Shape, frequencies: Tensor | None = None) -> None:
             gate="sigmoid",
             phi_k=phis[0],
             phi_v=phis[1],
-            buffers=cache.buffers,
-            lengths=cache.lengths,
-            reached=cache.reached,
             new_lengths=None,
-            max_seq_len=LENGTH,
             num_heads=KV_HEADS * GROUP,
-            config=CONFIG,
             scale=shape.scale,
             frequencies=frequencies,
+            score_mod=shape.mod,
+            **of_cache,
         )
     )
 
@@ -241,7 +243,7 @@ def _whole_sequence(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
 
 def _call(shape: Shape, packed: bool, queries: int = LENGTH) -> Call:
     positions = _positions(queries) if packed else None
-    return Call(CONFIG, shape.scale, positions=positions, window_positions=positions)
+    return Call(CONFIG, shape.scale, shape.mod, positions, positions)
 
 
 def _positions(queries: int) -> Positions:

@@ -198,7 +198,7 @@ class Language:
         return Shared(unwritten if value is None else value.data.clone())
 
     def inline_asm_elementwise(self, code: str, _constraints: str, args: Sequence[Any], *_: object) -> Value:
-        functions: dict[str, Callable[[Tensor], Tensor]] = {"lg2": torch.log2, "rcp": torch.reciprocal}
+        functions: dict[str, Any] = {"lg2": torch.log2, "rcp": torch.reciprocal, "tan": torch.tanh}
         return Value(functions.get(code[:3], lambda x: x)(torch.as_tensor(plain(args[0]))))
 
     def copy(self, to: Shared, at: Pointer, mask: Any = None) -> None:

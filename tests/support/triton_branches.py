@@ -12,6 +12,7 @@ from torch import Tensor
 from flexnsa.attention.interface import Call, Implementation, Keys
 from flexnsa.config import BRANCHES, num_compressed
 from flexnsa.masks.positions import Positions
+from flexnsa.mods import ScoreMod, soft_cap
 from tests.support.gluon import hopper_on_a_cpu
 from tests.support.triton_cases import CASES, Case
 
@@ -60,7 +61,7 @@ def attend(
     q, k, v = (x[name].detach().requires_grad_() for name in ("q", "k", "v"))
     where = case.positions()
     where = where and where.map(lambda p: p.to(device))
-    call = Call(case.config, case.factor, positions=where, window_positions=where)
+    call = Call(case.config, case.factor, case.mod, where, where)
     if case.gates:
         gates = x["gates"].detach().requires_grad_()
         given = {tag: gate for tag, gate in dispatch.by_branch(gates).items() if tag != case.ungated}
@@ -91,7 +92,7 @@ def attend(
 def compile_operator() -> dict[str, Any]:
     """Trace selection, and forward and backward of branches, once for several lengths, of one chunk and of two.
 
-    Once more with documents, of given blocks.
+    Once more with documents, of given blocks, and with soft caps.
     """
     from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -99,9 +100,9 @@ def compile_operator() -> dict[str, Any]:
 
     counter, config = CompileCounterWithBackend("aot_eager"), CASES["gated"].config
 
-    def call(q: Tensor, k: Tensor, k_cmp: Tensor, given: Tensor, token: Tensor | None) -> Tensor:
+    def call(q: Tensor, k: Tensor, k_cmp: Tensor, given: Tensor, token: Tensor | None, mod: ScoreMod | None) -> Tensor:
         where = None if token is None else Positions(token, torch.zeros_like(token), token)
-        shared = Call(config, 0.5, positions=where, window_positions=where)
+        shared = Call(config, 0.5, mod, where, where)
         q = q * 1.0
         chosen = selection.select_blocks_triton(q, k_cmp, None, shared) if where is None else given
         both = selected.selected(q, k, k, chosen, shared), intervals.window(q, k, k, shared)
@@ -109,7 +110,7 @@ def compile_operator() -> dict[str, Any]:
 
     compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=counter)
     same, graphs = [], []
-    for positioned in (False, True):
+    for positioned, cap in ((False, False), (True, False), (False, True)):
         counter.clear()
         for length in (18, 43):
             q = torch.randn(2, 2, length, 16, requires_grad=True)
@@ -118,7 +119,8 @@ def compile_operator() -> dict[str, Any]:
             given = torch.zeros(2, 1, length, 4, dtype=torch.int32) - torch.tensor([0, 1, 1, 1], dtype=torch.int32)
             token = torch.arange(length, dtype=torch.int32)[None] if positioned else None
             with mock.patch.object(selected, "CHUNK", 32):
-                gradients = [torch.autograd.grad(f(q, k, k_cmp, given, token), (q, k)) for f in (compiled, call)]
+                x = q, k, k_cmp, given, token, soft_cap(2.0) if cap else None
+                gradients = [torch.autograd.grad(f(*x), (q, k)) for f in (compiled, call)]
             same += [torch.equal(a, b) for a, b in zip(*gradients, strict=True)]
         graphs.append(counter.frame_count)
     return {"same": all(same), "graphs": graphs}

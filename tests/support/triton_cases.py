@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flexnsa.config import NSAConfig, num_compressed
 from flexnsa.masks.positions import Positions
+from flexnsa.mods import ScoreMod, soft_cap
 from tests.support.inputs import spread
 
 
@@ -42,6 +43,7 @@ class Case:
     rows: int = 128
     limits: tuple[tuple[str, int], ...] = ()
     scale: float | None = None
+    mod: ScoreMod | None = None
     window_size: int | None = None
     compressed: tuple[int, int] | None = None
     gates: bool = False
@@ -312,3 +314,9 @@ for name in ("window-cached", "window-beyond-all-keys", "window-some-tokens-of-d
 for name in ("cached", "some-tokens-of-documents", "documents-garbage-chunks"):
     AT_POSITIONS[name] = {"dims": (64, 64), "dtype": BF16, "block_size": 40, "hopper": ON_HOPPER[:2]}
 CASES |= {f"{name}-at-positions": replace(CASES[name], **changes) for name, changes in AT_POSITIONS.items()}
+CAPPED = (
+    *("g4-fp16", "documents-bf16-g8", "negative-scale", "scale-of-zero", "gathered-documents", "window", "compressed"),
+    *("g1-block-less-one", "window-of-parts-of-a-group", "gated", "gated-documents", "gated-negative-scale", "hopper"),
+    *("hopper-128", "hopper-without-window", "hopper-window"),
+)
+CASES |= {f"{name}-capped": replace(CASES[name], mod=soft_cap(1.5)) for name in CAPPED}

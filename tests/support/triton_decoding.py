@@ -18,6 +18,7 @@ from flexnsa.attention.interface import given
 from flexnsa.attention.step import StepInputs
 from flexnsa.config import BRANCHES
 from flexnsa.functional.indices import record_indices
+from flexnsa.mods import ScoreMod, soft_cap
 from tests.support.inputs import sizes
 from tests.support.pages import attending_in_pages
 
@@ -49,6 +50,7 @@ class Case:
     take_back: int = 0
     index_rank: int | None = None
     page_size: int | None = None
+    mod: ScoreMod | None = None
 
     def starts(self, row: int) -> list[int]:
         """Return the length of a sequence before every step."""
@@ -59,19 +61,9 @@ class Case:
         """Make the layer, with gates that differ between tokens."""
         torch.manual_seed(0)
         query_heads, kv_heads, dk, dv = self.heads
-        layer = NativeSparseAttention(
-            DIM,
-            query_heads,
-            kv_heads,
-            dk,
-            v_head_dim=dv,
-            config=self.config,
-            compression=self.compression,
-            gate=self.gate,
-            branches=self.branches,
-            shared_keys=self.shared_keys,
-            index_rank=self.index_rank,
-        ).requires_grad_(False)
+        fields = ("config", "compression", "gate", "branches", "shared_keys", "index_rank")
+        options: dict[str, Any] = {name: getattr(self, name) for name in fields}
+        layer = NativeSparseAttention(DIM, query_heads, kv_heads, dk, v_head_dim=dv, **options).requires_grad_(False)
         layer.eval().gate.linear.weight.normal_()
         for change in () if layer.indexer is None else (layer.indexer.change_q, layer.indexer.change_k):
             change.up.weight.normal_(std=0.2)
@@ -85,9 +77,10 @@ class Case:
 
 
 INDEXED = replace(SMALLEST, index_heads=1, index_block_size=2, index_stride=2)
+OVER, ODD = replace(SMALLEST, index_heads=2, index_block_size=4, index_stride=2), (3, 1, 24, 16)
 ALONE = ((1,),)
-EVERY = replace(SMALLEST, num_selected_blocks=16)
-"""All blocks are selected, so that the rounding of scores changes nothing."""
+FIVE, EVERY = (replace(SMALLEST, num_selected_blocks=count) for count in (5, 16))
+"""With the latter all blocks are selected, so that the rounding of scores changes nothing."""
 CASES = {
     "every residue": Case(steps=ALONE * 13, prompts=(21,)),
     "from nothing, ragged": Case(
@@ -97,14 +90,10 @@ CASES = {
     "taken back": Case(steps=((5, 5),) * 4, prompts=(11, 20), take_back=3),
     "as far back as may be, padded": Case(steps=((6, 3), (6, 6), (2, 3)), prompts=(11, 20), take_back=6),
     "linear, softmax, three heads": Case(
-        steps=((2,),) * 6, prompts=(13,), heads=(3, 1, 24, 16), compression="linear", gate="softmax", page_size=16
+        steps=((2,),) * 6, prompts=(13,), heads=ODD, compression="linear", gate="softmax", page_size=16
     ),
     "mean, no overlap": Case(
-        steps=ALONE * 9,
-        prompts=(12,),
-        compression="mean",
-        config=replace(SMALLEST, compress_block_size=4, compress_stride=4),
-        page_size=64,
+        steps=ALONE * 9, prompts=(12,), compression="mean", config=sizes(4, 4, 4, 4, 1, 1, 5), page_size=64
     ),
     "compressed longer than selected": Case(
         steps=ALONE * 7, prompts=(29,), config=sizes(12, 2, 4, 5, 1, 2, 7), page_size=6
@@ -114,15 +103,10 @@ CASES = {
     "window alone": Case(steps=ALONE * 3, prompts=(20,), branches=("win",)),
     "residual gates": Case(steps=((2,), (1,)) * 3, prompts=(19,), gate="residual"),
     "residual gates, two branches": Case(
-        steps=ALONE * 4, prompts=(23,), heads=(3, 1, 24, 16), gate="residual", branches=("slc", "win"), page_size=8
+        steps=ALONE * 4, prompts=(23,), heads=ODD, gate="residual", branches=("slc", "win"), page_size=8
     ),
     "shared keys, one block more than programs divide": Case(
-        steps=((3, 1),) * 3,
-        prompts=(14, 20),
-        heads=(4, 2, 16, 24),
-        config=replace(SMALLEST, num_selected_blocks=5),
-        shared_keys=True,
-        page_size=4,
+        steps=((3, 1),) * 3, prompts=(14, 20), heads=(4, 2, 16, 24), config=FIVE, shared_keys=True, page_size=4
     ),
     "window and compressed": Case(steps=ALONE * 3, prompts=(20,), branches=("cmp", "win")),
     "compressed and selected": Case(steps=ALONE * 3, prompts=(20,), branches=("cmp", "slc")),
@@ -134,23 +118,15 @@ CASES = {
     ),
     "an indexer": Case(steps=ALONE * 13, prompts=(21,), config=INDEXED),
     "an indexer, keys that overlap, ragged": Case(
-        steps=((1, 0, 1), (3, 1, 1), (0, 2, 1)) * 2,
-        prompts=(0, 17, 3),
-        heads=(8, 2, 16, 24),
-        config=replace(SMALLEST, index_heads=2, index_block_size=4, index_stride=2),
-        index_rank=4,
+        steps=((1, 0, 1), (3, 1, 1), (0, 2, 1)) * 2, prompts=(0, 17, 3), heads=(8, 2, 16, 24), config=OVER, index_rank=4
     ),
     "an indexer, taken back": Case(steps=((5, 5),) * 4, prompts=(11, 20), take_back=3, config=INDEXED),
     "an indexer, selected alone": Case(
-        steps=ALONE * 5,
-        prompts=(30,),
-        heads=(3, 1, 24, 16),
-        config=INDEXED,
-        branches=("slc",),
-        compression="linear",
-        page_size=32,
+        steps=ALONE * 5, prompts=(30,), heads=ODD, config=INDEXED, branches=("slc",), compression="linear", page_size=32
     ),
     "more heads than a tile": Case(steps=((8,),), prompts=(19,), heads=(20, 1, 16, 16)),
+    "capped": Case(steps=((3, 1),) * 3, prompts=(14, 20), mod=soft_cap(0.3)),
+    "an indexer, capped": Case(steps=ALONE * 5, prompts=(21,), config=INDEXED, mod=soft_cap(0.3)),
 }
 
 
@@ -158,10 +134,10 @@ def run(case: Case, device: str = "cpu") -> dict[str, Any]:
     """Decode, and compute the same on whole sequences by the oracle, in the case's precision and in float64."""
     layer, x = case.layer().to(device), case.tokens().to(device)
     layer.impl = "reference"
-    wholes = {"plain": layer(x)}
+    wholes = {"plain": layer(x, score_mod=case.mod)}
     follow: Any = record_indices if "slc" in case.branches else nullcontext
     with follow(layer) as exact:
-        wholes["exact"] = layer.double()(x.double())
+        wholes["exact"] = layer.double()(x.double(), score_mod=case.mod)
     layer.to(case.dtype)
     paged: Any = attending_in_pages(case.page_size) if case.page_size else nullcontext([])
     with follow(layer) as kept, paged as pages:
@@ -191,7 +167,7 @@ def decode(case: Case, layer: NativeSparseAttention, x: Tensor) -> tuple[Tensor,
     prompts = torch.tensor(case.prompts, device=device)
     layer.impl = "reference"
     if max(case.prompts):
-        layer(x[:, : max(case.prompts)], cache=cache, lengths=prompts)
+        layer(x[:, : max(case.prompts)], cache=cache, lengths=prompts, score_mod=case.mod)
     layer.impl = "triton"
     out = torch.full_like(x, torch.nan)
     done = prompts
@@ -200,7 +176,7 @@ def decode(case: Case, layer: NativeSparseAttention, x: Tensor) -> tuple[Tensor,
             lengths = torch.tensor(counts, device=device)
             index = (done[:, None] + torch.arange(max(counts), device=device)).clamp_max(x.shape[1] - 1)
             row = torch.arange(len(x), device=device)[:, None]
-            found = layer(x[row, index], cache=cache, lengths=lengths)
+            found = layer(x[row, index], cache=cache, lengths=lengths, score_mod=case.mod)
             for b, count in enumerate(counts):
                 first = int(done[b])
                 out[b, first : first + count] = found[b, :count]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -12,8 +12,10 @@ from torch import Tensor
 from flexnsa.attention.interface import Call
 from flexnsa.attention.plan import STEP_TOKENS
 from flexnsa.attention.selection import select_in_chunks
+from flexnsa.attention.triton.arguments import factors_of
 from flexnsa.config import NSAConfig, num_blocks, num_compressed
 from flexnsa.masks.positions import Positions
+from flexnsa.mods import ScoreMod, soft_cap
 from tests.support.inputs import sizes, spread
 
 
@@ -34,6 +36,7 @@ class Case:
     spread: bool = False
     longest: int | None = None
     scale: float | None = None
+    mod: ScoreMod | None = None
 
     @property
     def factor(self) -> float:
@@ -103,7 +106,8 @@ CASES = {
     ),
     "decoding-key-over-three-blocks": Case(config=sizes(16, 4, 8, 5, 1, 1), documents=(77,), group=3, num_queries=8),
 }
-
+CAPPED = "paper-g4", "bf16-g16", "negative-scale", "scale-of-zero", "documents-few-queries", "decoding"
+CASES |= {f"{name}-capped": replace(CASES[name], mod=soft_cap(1.5)) for name in CAPPED}
 
 MSA, QSA = NSAConfig.msa, NSAConfig.qsa
 NONE_FORCED = MSA(select_block_size=16, num_selected_blocks=3, num_local_blocks=0).scoring
@@ -134,9 +138,10 @@ def choose_by_products(case: Case, device: str = "cpu") -> dict[str, Tensor]:
     if case.factor < 0:
         q, k = -q.abs(), k.abs() + 1
     positions = None if case.is_whole_sequence else case.positions().map(lambda x: x.to(device))
+    call = Call(case.config, 1.0, positions=positions)
     with mock.patch.multiple(scoring_triton, SCRATCH_BYTES=2**14, MANY_PROGRAMS=1):
-        got = scoring_triton.launch_selection(q, k, None, positions, config=case.config, scale=1.0)
-    want = select_in_chunks(q, k, None, Call(case.config, 1.0, positions=positions))
+        got = scoring_triton.launch_selection(q, k, None, call)
+    want = select_in_chunks(q, k, None, call)
     return {"got": got.cpu(), "want": want.cpu()}
 
 
@@ -149,6 +154,7 @@ def dense_lse_and_importance(case: Case) -> tuple[Tensor, Tensor]:
     begin, end = index * config.compress_stride, index * config.compress_stride + config.compress_block_size
     visible = (index >= 0) & (end - 1 <= age[:, None])
     score = q @ k.repeat_interleave(case.group, 1).transpose(-1, -2) * case.factor
+    score = score if case.mod is None else case.mod(score, *(score,) * 4)
     score = score.masked_fill(~visible, float("-inf"))
     lse = score.logsumexp(-1)
     p = torch.where(visible, (score - lse[..., None]).exp(), 0.0)
@@ -190,12 +196,13 @@ def run_kernels(case: Case, device: str = "cpu") -> dict[str, Tensor]:
     lse = dense_lse_and_importance(case)[0].float().to(device)
     rows, num_queries = case.positions(), q.shape[2]
     rows = rows.map(lambda x: x.to(device))
-    arguments: dict[str, Any] = {"config": case.config, "scale": case.factor}
 
     width = num_blocks(max(case.documents), case.config)
     own, passed = torch.zeros(2, case.batch * case.kv_heads, num_queries, scoring_triton.aligned(width), device=device)
     scores = Scores(own, passed, num_queries, own.shape[-1], Band.of(case.config))
     positions = None if case.is_whole_sequence else rows
+    call = Call(case.config, case.factor, case.mod, positions)
+    arguments: dict[str, Any] = {"config": case.config, "factors": factors_of(call)}
     if num_queries <= STEP_TOKENS:
         importance_few(q, k, lse, positions, scores, **arguments)
     else:
@@ -204,7 +211,7 @@ def run_kernels(case: Case, device: str = "cpu") -> dict[str, Tensor]:
 
     short = mock.patch.multiple(scoring_triton, SCRATCH_BYTES=case.scratch_bytes, MANY_PROGRAMS=1)
     with short, mock.patch.object(top_blocks, "LONG", 32):
-        selected = scoring_triton.launch_selection(q, k, lse, positions, **arguments)
+        selected = scoring_triton.launch_selection(q, k, lse, call)
         assert selected.is_contiguous()  # as of the operator's fake
     results = {
         "importance": total.unflatten(0, (case.batch, case.kv_heads)),

@@ -15,6 +15,7 @@ from flexnsa import NSAConfig, selection_loss
 from flexnsa.attention import dispatch
 from flexnsa.attention.selection_loss import selection_loss_by
 from flexnsa.attention.triton import selection_loss as triton_selection_loss
+from flexnsa.mods import ScoreMod, soft_cap
 from tests.support.inputs import SMALL
 from tests.support.scorers import BEST_KEYS, INDEX, LONG_KEYS, NOT_FORCED, TWO_HEADS, UNITS, learners, make
 
@@ -38,6 +39,7 @@ class Case:
     query_weights: str = "mass"
     scratch_sums: int = 2**26
     blocks_at_once: int = 16
+    mod: ScoreMod | None = None
     lengths: tuple[int, ...] | None = None
     """Tokens of each sequence before its padding."""
 
@@ -67,6 +69,7 @@ CASES = {
     "best keys": Case(config=BEST_KEYS, kv_heads=2, batch=2, lengths=(90, 11)),
     "products of all heads": Case(config=UNITS, kv_heads=2, documents=(70, 3, 77), query_weights="mean"),
     "bf16": Case(config=INDEX, group=16, dim=64, dtype=torch.bfloat16, num_queries=20),
+    "capped": Case(config=LONG_KEYS, documents=(70, 3, 77), group=3, mod=soft_cap(1.5)),
 }
 
 
@@ -89,7 +92,7 @@ def by_implementation(impl: str, case: Case, x: dict[str, Any]) -> dict[str, Ten
     lengths = None if case.lengths is None else torch.tensor(case.lengths, device=x["q"].device)
     choose = partial(functional.sampled_tokens, lengths=lengths)
     with mock.patch.object(functional, "sampled_tokens", choose):
-        total, weight = selection_loss(**x, **options, reduction="sum", impl=impl)
+        total, weight = selection_loss(**x, **options, score_mod=case.mod, reduction="sum", impl=impl)
     grads = torch.autograd.grad(total, list(learners(x).values()))
     found = {"total": total.detach(), "weight": weight, **dict(zip(learners(x), grads, strict=True))}
     return {name: value.cpu() for name, value in found.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 import torch
@@ -9,27 +10,38 @@ from torch import Tensor
 
 from flexnsa.attention.interface import Call
 from flexnsa.attention.plan import MOST_HEADS
+from flexnsa.attention.step import StepInputs
+from flexnsa.masks.user_mods import cap_of
+
+Factors = Sequence[float]
 
 
 def check_call(call: Call, name: str, x: Tensor) -> None:
-    """Check that there is no mod, and that the heads of ``x (B, H, ...)`` fit the second dimension of a grid.
+    """Check that a mod is a soft cap, and that the heads of ``x (B, H, ...)`` fit the second dimension of a grid.
 
     Raises:
-        ValueError: there is a score_mod, or there are too many heads in all.
+        ValueError: there is another score_mod, or there are too many heads in all.
     """
-    if call.score_mod is not None:
-        raise ValueError("score_mod: expected None with impl='triton', got a function; use impl='flex'")
+    if cap_of(call.score_mod) is None:
+        raise ValueError("score_mod: expected None or a soft cap with impl='triton', got a function; use impl='flex'")
     if x.shape[0] * x.shape[1] > MOST_HEADS:
         raise ValueError(
             f"{name}: expected at most {MOST_HEADS} heads in all with impl='triton', got {tuple(x.shape[:2])}"
         )
 
 
-def with_positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
+def factors_of(call: Call | StepInputs) -> Factors:
+    """Return what kernels take: scores are ``scale * tanh(inner * product)``, or ``scale * product`` if inner is 0."""
+    cap = cap_of(call.score_mod)
+    return (cap, call.scale / cap) if cap and call.scale else (call.scale, 0.0)
+
+
+def with_positive_scale(q: Tensor, factors: Factors) -> tuple[Tensor, Factors]:
     """Move the sign of a scale to the queries: kernels mask and take the maximum of products before they scale them."""
+    scale, _ = factors
     if scale > 0:
-        return q, scale
-    return (-q, -scale) if scale < 0 else (q * 0, 1.0)
+        return q, factors
+    return (-q, (-scale, 0.0)) if scale < 0 else (q * 0, (1.0, 0.0))
 
 
 def require_device(x: Tensor, name: str = "q") -> None:

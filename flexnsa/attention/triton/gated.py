@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flexnsa.attention.interface import Call, Compressed, GatedSum, Keys, given
 from flexnsa.attention.plan import Plan, can_copy, gathers_keys, needs_int64
-from flexnsa.attention.triton.arguments import check_call, with_positive_scale
+from flexnsa.attention.triton.arguments import Factors, check_call, factors_of, with_positive_scale
 from flexnsa.attention.triton.intervals import (
     IntervalInputs,
     attend_to_intervals,
@@ -53,12 +53,12 @@ def _attend(
     """Compute the sum, see ``flexnsa.attention.interface.GatedSum``; what is not computed is empty.
 
     Raises:
-        ValueError: there is a score_mod, or the batch has too many heads in all.
+        ValueError: there is a score_mod that is no soft cap, or the batch has too many heads in all.
     """
     check_call(call, "q", q)
     config, k_slc, v_slc = call.config, given(keys.k_slc), given(keys.v_slc)
     sizes = sizes_of(q, k_slc, v_slc, block_indices, config)
-    q, scale = with_positive_scale(q, call.scale)
+    q, factors = with_positive_scale(q, factors_of(call))
     of_window = None if call.window_positions is call.positions else positions_of(q, call.window_positions)
     inputs = GatedInputs(
         q,
@@ -74,7 +74,7 @@ def _attend(
         block_indices,
         *tensors_of(call.positions),
         *tensors_of(of_window)[:2],
-        scale,
+        factors,
         operator.index(config.compress_block_size),
         operator.index(config.compress_stride),
         operator.index(config.window_size),
@@ -108,7 +108,7 @@ class GatedInputs(NamedTuple):
     first_key: Tensor | None
     window_token: Tensor | None
     window_start: Tensor | None
-    scale: float
+    factors: Factors
     length: int
     stride: int
     window_size: int
@@ -121,14 +121,14 @@ class GatedInputs(NamedTuple):
     @property
     def compressed(self) -> IntervalInputs:
         """The inputs of the compressed branch."""
-        positions = self.token, self.start, self.first_key
-        return IntervalInputs(self.q, self.k_cmp, self.v_cmp, *positions, self.scale, self.length, self.stride, 0)
+        inputs = self.q, self.k_cmp, self.v_cmp, self.token, self.start, self.first_key
+        return IntervalInputs(*inputs, self.factors, self.length, self.stride, 0)
 
     @property
     def selected(self) -> SelectedInputs:
         """The inputs of the selected branch."""
         blocks, sizes = (self.block_indices, self.token, self.start), (self.block_size, self.chunk, self.capacity)
-        return SelectedInputs(self.q, self.k_slc, self.v_slc, *blocks, self.scale, *sizes)
+        return SelectedInputs(self.q, self.k_slc, self.v_slc, *blocks, self.factors, *sizes)
 
     @property
     def window(self) -> IntervalInputs | None:
@@ -136,8 +136,8 @@ class GatedInputs(NamedTuple):
         if self.k_win is None or self.v_win is None:
             return None
         token, start = (self.token, self.start) if self.window_token is None else (self.window_token, self.window_start)
-        positions = token, start, start
-        return IntervalInputs(self.q, self.k_win, self.v_win, *positions, self.scale, 1, 1, self.window_size)
+        inputs = self.q, self.k_win, self.v_win, token, start, start
+        return IntervalInputs(*inputs, self.factors, 1, 1, self.window_size)
 
     @property
     def plan(self) -> Plan:
@@ -287,7 +287,7 @@ def _gradients(grad_out: Tensor, inputs: GatedInputs, *outputs: *GatedOutputs) -
     gates, out_cmp, lse_cmp = given(inputs.gates), given(inputs.out_cmp), given(inputs.lse_cmp)
     outs = out_cmp, total if inputs.residual else out_slc, out_win
     lses = lse_cmp, lse_slc, lse_win
-    stats = _gated_stats(grad_out, gates, *outs, *lses, inputs.scale, inputs.k_slc.shape[1], inputs.residual)
+    stats = _gated_stats(grad_out, gates, *outs, *lses, inputs.factors[0], inputs.k_slc.shape[1], inputs.residual)
     inputs = inputs._replace(gates=None, out_cmp=None, lse_cmp=None)
     grads = _gated_gradients(grad_out, *stats[1:], inputs, order, replicas)
     of_window = (None, None) if inputs.k_win is None else grads[5:]

@@ -35,7 +35,7 @@ def window(q: Tensor, k: Tensor, v: Tensor, call: Call) -> BranchOutput:
     memory order of q, and the log-sum-exp is differentiable too.
 
     Raises:
-        ValueError: there is a score_mod, or the batch has too many heads in all.
+        ValueError: there is a score_mod that is no soft cap, or the batch has too many heads in all.
     """
     positions = call.window_positions
     # A key is a token, and the first key of a document its first token.
@@ -56,7 +56,7 @@ class IntervalInputs(NamedTuple):
     token: Tensor | None
     start: Tensor | None
     first_key: Tensor | None
-    scale: float
+    factors: arguments.Factors
     length: int
     stride: int
     window: int
@@ -76,7 +76,7 @@ class IntervalInputs(NamedTuple):
         q, k, v, *positions = self[:6]
         dk, dv = q.shape[-1], v.shape[-1]
         shape: dict[str, object] = {"G": q.shape[1] // k.shape[1], "DK": dk, "DV": dv}
-        shape |= {"LENGTH": self.length, "STRIDE": self.stride, "WINDOW": self.window}
+        shape |= {"LENGTH": self.length, "STRIDE": self.stride, "WINDOW": self.window, "INNER": self.factors[1]}
         shape |= {"HAS_POSITIONS": self.token is not None}
         if not in_gluon:
             shape |= {"BDK": padded(dk), "BDV": padded(dv), "PRECISION": arguments.precision()}
@@ -87,8 +87,8 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, call: Call, positions: Positions | None, sizes: tuple[int, int, int]
 ) -> BranchOutput:
     arguments.check_call(call, "q", q)
-    q, scale = arguments.with_positive_scale(q, call.scale)
-    return BranchOutput(*_interval_attention(IntervalInputs(q, k, v, *tensors_of(positions), scale, *sizes)))
+    q, factors = arguments.with_positive_scale(q, arguments.factors_of(call))
+    return BranchOutput(*_interval_attention(IntervalInputs(q, k, v, *tensors_of(positions), factors, *sizes)))
 
 
 def attend_to_intervals(inputs: IntervalInputs) -> tuple[Tensor, Tensor]:
@@ -109,7 +109,7 @@ def attend_to_intervals(inputs: IntervalInputs) -> tuple[Tensor, Tensor]:
     batch, heads, num_queries, _ = q.shape
     forward[(cdiv(num_queries, tiles.queries), batch * heads)](
         q, k, v, *positions, out, lse, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
-        heads, num_queries, k.shape[2], inputs.scale * LOG2_E, **shape,
+        heads, num_queries, k.shape[2], inputs.factors[0] * LOG2_E, **shape,
         BM=tiles.queries, BN=tiles.keys, **tiles.options(),
     )  # fmt: skip
     return out, lse
@@ -124,7 +124,7 @@ def _interval_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from flexnsa.attention.triton.kernels.output_rows import stats_of_rows
 
-    stats = stats_of_rows(grad_out, out, lse, grad_lse, inputs.scale, inputs.k.shape[1], gathered=False)
+    stats = stats_of_rows(grad_out, out, lse, grad_lse, inputs.factors[0], inputs.k.shape[1], gathered=False)
     inputs, grad_out = inputs.with_rows(), with_rows(grad_out)
     return gradient_of_queries(inputs, stats, grad_out), *gradients_of_keys(inputs, stats, grad_out)
 
@@ -148,7 +148,7 @@ def gradient_of_queries(inputs: IntervalInputs, stats: Tensor, grad_out: Tensor)
     batch, heads, num_queries, _ = q.shape
     kernel[(cdiv(num_queries, tiles.queries), batch * heads)](
         q, k, v, *positions, stats, grad_out, dq, *_strides(stats, grad_out, q, k, v), *dq.stride()[:3],
-        heads, num_queries, k.shape[2], inputs.scale, **shape, **_options(tiles, in_gluon=in_gluon),
+        heads, num_queries, k.shape[2], inputs.factors[0], **shape, **_options(tiles, in_gluon=in_gluon),
     )  # fmt: skip
     return dq
 
@@ -177,7 +177,7 @@ def gradients_of_keys(inputs: IntervalInputs, stats: Tensor, grad_out: Tensor) -
     late = {"LATE": max(q.shape[-1], v.shape[-1]) > 64} if in_gluon else {}
     kernel[(key_tiles, batch * heads // summed)](
         q, k, v, *positions, stats, grad_out, *parts, *_strides(stats, grad_out, q, k, v),
-        *parts[0].stride()[:3], *parts[1].stride()[:3], heads // summed, num_queries, num_keys, inputs.scale,
+        *parts[0].stride()[:3], *parts[1].stride()[:3], heads // summed, num_queries, num_keys, inputs.factors[0],
         **shape, **late, HEADS=summed, **_options(tiles, in_gluon=in_gluon),
     )  # fmt: skip
     if summed < group:

@@ -17,7 +17,8 @@ from flexnsa.attention.interface import BranchOutput, Call
 from flexnsa.attention.plan import LARGEST_DIM, LEAST_DIM, Plan, gathers_keys
 from flexnsa.attention.tiles.device import cdiv
 from flexnsa.attention.tiles.selected import Part, is_whole, num_key_tiles
-from flexnsa.attention.triton.arguments import check_call, precision, require_device, rows_of, with_positive_scale
+from flexnsa.attention.triton import arguments
+from flexnsa.attention.triton.arguments import Factors, precision, require_device
 from flexnsa.config import NSAConfig
 from flexnsa.masks.positions import tensors_of
 from flexnsa.operators.opaque import opaque_operator
@@ -53,16 +54,16 @@ def selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call)
     log-sum-exp is differentiable too.
 
     Raises:
-        ValueError: there is a score_mod, or the batch has too many kv heads in all.
+        ValueError: there is a score_mod that is no soft cap, or the batch has too many kv heads in all.
     """
-    check_call(call, "k", k)
+    arguments.check_call(call, "k", k)
     token, start, _ = tensors_of(call.positions)
     size = call.config.select_block_size
     if token is None and Plan.of(q, k, v, block_size=size).halves_blocks:
         block_indices, size = in_halves(block_indices, cdiv(k.shape[2], size // 2)), size // 2
     _, *limits = sizes_of(q, k, v, block_indices, call.config)
-    q, scale = with_positive_scale(q, call.scale)
-    out, lse, _, _ = _selected_attention(SelectedInputs(q, k, v, block_indices, token, start, scale, size, *limits))
+    q, factors = arguments.with_positive_scale(q, arguments.factors_of(call))
+    out, lse, _, _ = _selected_attention(SelectedInputs(q, k, v, block_indices, token, start, factors, size, *limits))
     return BranchOutput(out, lse)
 
 
@@ -86,7 +87,7 @@ class SelectedInputs(NamedTuple):
     block_indices: Tensor
     token: Tensor | None
     start: Tensor | None
-    scale: float
+    factors: Factors
     block_size: int
     chunk: int
     capacity: int
@@ -106,7 +107,7 @@ class SelectedInputs(NamedTuple):
 
         token, start = self.token, self.start
         if token is not None and start is not None:
-            token, start = rows_of(token, start)
+            token, start = arguments.rows_of(token, start)
         return Selection(self.block_indices.contiguous(), token, start, self.block_size, self.k.shape[2])
 
 
@@ -150,11 +151,12 @@ def capacity_of(group: int, number_bytes: int) -> int:
 def _selected_attention(inputs: SelectedInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return out, lse, and both tensors of the lists."""
     if inputs.are_gathered:
-        from flexnsa.attention.triton.kernels.selected_gather import gather_forward
+        from flexnsa.attention.triton.kernels.selected_gather import launch_gather
 
         require_device(inputs.q)
         outputs = empty_selected(inputs)
-        gather_forward(*inputs.with_rows()[:3], inputs.selection(), *outputs[:2], inputs.scale)
+        of_queries = *outputs[:2], inputs.q
+        launch_gather(*inputs.with_rows()[:3], inputs.selection(), of_queries, inputs.factors, backward=False)
         return outputs
     out, lse = empty_outputs(inputs.q, inputs.v.shape[-1])
     lists = attend_to_blocks(inputs, out, lse)
@@ -181,7 +183,7 @@ def attend_to_blocks(
         branches = gated and gated._make(_of_heads(x, k, part) if isinstance(x, Tensor) else x for x in gated)
         forward(
             q_part, k_part, v_part, *some, out_part, lse_part, branches,
-            scale=inputs.scale, precision=precision(), tiles=tiles, window=window,
+            factors=inputs.factors, precision=precision(), tiles=tiles, window=window,
         )  # fmt: skip
     return lists
 
@@ -198,7 +200,7 @@ def _selected_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from flexnsa.attention.triton.kernels.output_rows import stats_of_rows
 
-    stats = stats_of_rows(grad_out, out, lse, grad_lse, inputs.scale, inputs.k.shape[1], gathered=True)
+    stats = stats_of_rows(grad_out, out, lse, grad_lse, inputs.factors[0], inputs.k.shape[1], gathered=True)
     return selected_gradients(inputs, order, replicas, stats, grad_out)
 
 
@@ -227,7 +229,7 @@ def selected_gradients(
     from flexnsa.attention.tiles.device import device_of
     from flexnsa.attention.tiles.selected import backward_tiles
     from flexnsa.attention.triton.kernels.selected_bwd import backward, backward_bytes
-    from flexnsa.attention.triton.kernels.selected_gather import gather_backward
+    from flexnsa.attention.triton.kernels.selected_gather import launch_gather
     from flexnsa.attention.triton.kernels.selected_lists import Lists, build_lists
 
     selection, size, chunk, capacity = inputs.selection(), inputs.block_size, inputs.chunk, inputs.capacity
@@ -236,7 +238,7 @@ def selected_gradients(
     lists = Lists(order, replicas, chunk, capacity)
     if inputs.are_gathered:
         lists = build_lists(selection, chunk, capacity)
-        gather_backward(q, k, v, selection, stats, grad_out, grads[0], inputs.scale)
+        launch_gather(q, k, v, selection, (grad_out, stats, grads[0]), inputs.factors, backward=True)
     tiles = backward_tiles(device_of(q), q.dtype, q.shape[-1], v.shape[-1], size)
     for part in parts_of(k, backward_bytes(q, k, v, selection.block_indices.shape[-1], chunk, capacity, size)):
         q_part, k_part, v_part, *of_grads = (_of_heads(x, k, part) for x in (q, k, v, grad_out, *grads))
@@ -244,7 +246,7 @@ def selected_gradients(
         added = others and others._make(x if x is None else _of_heads(x, k, part) for x in others)
         backward(
             q_part, k_part, v_part, *some, *of_grads,
-            scale=inputs.scale, precision=precision(), tiles=tiles, others=added, window=window,
+            factors=inputs.factors, precision=precision(), tiles=tiles, others=added, window=window,
         )  # fmt: skip
     return grads
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,8 +20,10 @@ from flexnsa.attention.interface import Call, given
 from flexnsa.attention.plan import Plan
 from flexnsa.attention.scoring import aligned, group_probabilities
 from flexnsa.attention.selection import SelectionInputs, count_choices, select_in_chunks, select_with_mod
+from flexnsa.attention.triton.arguments import factors_of
 from flexnsa.config import NSAConfig, blocks_within, num_blocks
 from flexnsa.masks.positions import Positions
+from flexnsa.masks.user_mods import cap_of
 from flexnsa.operators.opaque import opaque_operator
 
 SCRATCH_BYTES = 256 * 2**20
@@ -42,10 +45,10 @@ def select(
 ) -> Tensor:
     """Choose the ``n`` best blocks of each query (NSA paper, Eq. 8 to 12): two Triton kernels on CUDA.
 
-    Those cannot take a score_mod: with one, products of a chunk of queries are compiled with it. On a CPU it is
-    products of a chunk in any case. Without ``lse`` it is computed here, where scores are the mass of a softmax.
+    Those take no score_mod but a soft cap: with another, products of a chunk of queries are compiled with it. On a CPU
+    it is products of a chunk in any case. Without ``lse`` it is computed here, where scores are the mass of a softmax.
     """
-    if call.score_mod is not None:
+    if cap_of(call.score_mod) is None:
         probabilities = compile_once(group_probabilities) if q.is_cuda else group_probabilities
         rows = MODIFIED_SCORES // (q.shape[0] * q.shape[1] * max(1, k_cmp.shape[2]))
         chunk = max(1, rows // ROW_MULTIPLE) * ROW_MULTIPLE
@@ -60,8 +63,7 @@ def select_blocks_triton(q: Tensor, k_cmp: Tensor, lse: Tensor | None, call: Cal
 
 @opaque_operator("select_blocks_triton", launches_kernels=True)
 def _select_blocks_triton(inputs: SelectionInputs) -> Tensor:
-    call = inputs.call
-    return launch_selection(*inputs[:3], call.positions, config=call.config, scale=call.scale)
+    return launch_selection(*inputs[:3], inputs.call)
 
 
 _select_blocks_triton.register_fake(SelectionInputs.empty_blocks)
@@ -100,9 +102,7 @@ def _are_scattered(positions: Positions | None, num_queries: int) -> bool:
     return positions is not None and not positions.aligned and 1 < num_queries <= ROW_MULTIPLE
 
 
-def launch_selection(
-    q: Tensor, k_cmp: Tensor, lse: Tensor | None, positions: Positions | None, *, config: NSAConfig, scale: float
-) -> Tensor:
+def launch_selection(q: Tensor, k_cmp: Tensor, lse: Tensor | None, call: Call) -> Tensor:
     """Score and select chunk by chunk, on the current stream, without synchronisation; see :func:`select`."""
     from flexnsa.attention.triton.kernels.importance import Band, Scores, importance
     from flexnsa.attention.triton.kernels.importance_few import importance_few
@@ -110,12 +110,13 @@ def launch_selection(
     from flexnsa.attention.triton.kernels.product_scores import product_scores
     from flexnsa.attention.triton.kernels.top_blocks import check_width, write_top_blocks
 
+    config, positions, factors = call.config, call.positions, factors_of(call)
     (batch, _, num_queries, _), num_keys, heads = q.shape, k_cmp.shape[2], count_choices(q, k_cmp, config)
     choices = 1 if config.index_score == "relu" else heads
     if batch == 1 and _are_scattered(positions, num_queries):
         rows, k_cmp = given(positions).map(lambda x: x.expand(1, -1).mT), k_cmp.expand(num_queries, -1, -1, -1)
         lse = None if lse is None else lse.transpose(0, 2)
-        out = launch_selection(q.transpose(0, 2), k_cmp, lse, rows, config=config, scale=scale)
+        out = launch_selection(q.transpose(0, 2), k_cmp, lse, replace(call, positions=rows))
         return out.transpose(0, 2).contiguous()
     width = None
     if positions is not None:
@@ -129,7 +130,7 @@ def launch_selection(
     check_width(width or num_blocks(num_queries, config))
     q, k_cmp = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k_cmp))
     if config.index_score is None:
-        lse = log_sum_exp(q, k_cmp, positions, config=config, scale=scale) if lse is None else lse.contiguous()
+        lse = log_sum_exp(q, k_cmp, positions, config=config, factors=factors) if lse is None else lse.contiguous()
 
     parts = list(chunks(num_queries, batch * choices, width, config))
     band = Band.of(config)
@@ -142,8 +143,8 @@ def launch_selection(
         if lse is None:
             product_scores(q, k_cmp, positions, scores, first_row, config=config)
         elif Plan.of(q, k_cmp).score_alone:
-            importance_few(q, k_cmp, lse, positions, scores, config=config, scale=scale)
+            importance_few(q, k_cmp, lse, positions, scores, config=config, factors=factors)
         else:
-            importance(q, k_cmp, lse, positions, scores, first_row, config=config, scale=scale)
+            importance(q, k_cmp, lse, positions, scores, first_row, config=config, factors=factors)
         write_top_blocks(scores, positions, out, first_row, config=config)
     return out.expand(-1, heads, -1, -1).contiguous()

@@ -24,8 +24,10 @@ from flexnsa.attention.selection_loss import (
 )
 from flexnsa.attention.selection_loss import selection_loss as by_products
 from flexnsa.attention.shares import mean_shares, queries_at_once
+from flexnsa.attention.triton.arguments import factors_of
 from flexnsa.config import NSAConfig, num_blocks
 from flexnsa.masks.positions import Positions
+from flexnsa.masks.user_mods import cap_of
 from flexnsa.operators.opaque import opaque_operator
 
 SCRATCH_SUMS = 2**26
@@ -35,9 +37,9 @@ SCRATCH_SUMS = 2**26
 def selection_loss(q: Tensor, k: Tensor, scorer: Scorer, call: Call, query_weights: str) -> tuple[Tensor, Tensor]:
     """Sum the divergences of scores from true shares; see ``flexnsa.attention.interface.SelectionLossSum``.
 
-    Products in chunks compute it on a CPU, with a score_mod, and for head dimensions above 256.
+    Products in chunks compute it on a CPU, with a mod that is no soft cap, and for head dimensions above 256.
     """
-    if not Plan.of(q, k, scorer.q, has_mod=call.score_mod is not None).in_triton:
+    if not Plan.of(q, k, scorer.q, has_mod=cap_of(call.score_mod) is None).in_triton:
         return by_products(q, k, scorer, call, query_weights)
     by_mass = scorer.call.config.index_score is None
     operator = selection_loss_triton if by_mass else product_loss_triton
@@ -68,8 +70,8 @@ def selection_loss_triton(inputs: SelectionLossInputs) -> LossAndGradients:
     token_grid, positions = KeyGrid(1, 1, size), (token, start, start)
 
     def compute(part: slice) -> LossAndGradients:
-        true = Scored.of(q, k, part, positions, token_grid, inputs.scale)
-        scored = Scored.of(q_index, k_index, part, index_positions, index_grid, inputs.index_scale)
+        true = Scored.of(q, k, part, positions, token_grid, factors_of(inputs.call))
+        scored = Scored.of(q_index, k_index, part, index_positions, index_grid, factors_of(inputs.index_call))
         compared = compare(true, scored, width, config, by_mass=inputs.by_mass)
         return compared.losses.sum(), compared.weights.sum(), *gradients(scored, compared, width)
 
@@ -93,7 +95,7 @@ def log_shares(q: Tensor, k: Tensor, positions: Positions, call: Call) -> Tensor
     size, width = call.config.select_block_size, num_blocks(k.shape[2], call.config)
     token, start, _ = (x.to(torch.int32) for x in positions.tensors)
     queries = slice(0, q.shape[2])
-    sums, _ = log_sums(Scored.of(q, k, queries, (token, start, start), KeyGrid(1, 1, size), call.scale), width)
+    sums, _ = log_sums(Scored.of(q, k, queries, (token, start, start), KeyGrid(1, 1, size), factors_of(call)), width)
     unseen = torch.arange(width, device=q.device) * size > (token - start)[..., None]  # and never written
     of_blocks = sums.view(len(q), k.shape[1], -1, q.shape[2], width).masked_fill(unseen[:, None, None], -torch.inf)
     return mean_shares(of_blocks * log(2))

@@ -22,7 +22,7 @@ from flexnsa.layers.projection import computed_dtype, split_heads, weight_of
 from flexnsa.layers.rope import apply_rope, rope_tables
 from flexnsa.lm.dense.cache import DenseCache, attend_cached, place
 from flexnsa.masks.document import document_positions
-from flexnsa.masks.user_mods import MaskMod, Mods, ScoreMod
+from flexnsa.masks.user_mods import MaskMod, Mods, ScoreMod, cap_of
 from flexnsa.primitives import check_heads, check_layer_input, check_positive_int, check_positive_number, check_type
 
 
@@ -154,7 +154,7 @@ class DenseAttention(nn.Module):
         if positions is None and mods == (None, None):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True), None
         # A window of all tokens: unlike flash attention, it takes documents and mods, in linear memory.
-        implementation = choose_implementation("auto", q, modded=mods != (None, None), v_dim=v.shape[-1])
+        implementation = choose_implementation("auto", q, modded=cap_of(*mods) is None, v_dim=v.shape[-1])
         mod = prepare_mods(*mods, q, self.num_heads, implementation)
         implementation.check(q=q, k=k, v=v)
         call = Call(NSAConfig(window_size=q.shape[2]), self.head_dim**-0.5, mod, window_positions=positions)

@@ -37,7 +37,7 @@ def generate_tokens(
     """Continue each prompt.
 
     On CUDA every step is the replay of one graph, tokens are drawn on the device, and they reach the host in groups of
-    8. User mods decode through FlexAttention without a graph. For several batches of prompts use a
+    8. User mods decode without a graph, most through FlexAttention. For several batches of prompts use a
     :class:`flexnsa.lm.DecodingSession`, which captures its graph once.
 
     Args:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from flexnsa.attention.triton.kernels.kernel import jit
-from flexnsa.attention.triton.kernels.visible import count_visible
+from flexnsa.attention.triton.kernels.visible import capped, count_visible
 
 
 @jit
@@ -38,7 +38,7 @@ def block_log_sums(
     q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_n, num_rows, num_keys, width, scale_log2,
     KV_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr,
     STEP: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr, BT: tl.constexpr, BJ: tl.constexpr, BW: tl.constexpr,
-    BD: tl.constexpr,
+    BD: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """Sum the keys of ``BJ`` blocks for a tile of queries, head by head; blocks without a visible key stay unwritten.
 
@@ -86,7 +86,7 @@ def block_log_sums(
                 inside = (key >= 0) & (document + key < num_keys) & (offset - FIRST < WIDTH)
                 ptrs = k_ptrs + (document + key).to(tl.int64)[:, None] * k_stride_n
                 k = tl.load(ptrs, mask=inside[:, None] & (dim < HEAD_DIM), other=0.0)
-                score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+                score = capped(tl.dot(q, tl.trans(k), input_precision="ieee"), INNER, q.dtype) * scale_log2
                 score = tl.where(inside[None, :] & (key[None, :] < visible_here[:, None]), score, float("-inf"))
                 if WIDTH > STEP:
                     once = tl.where((offset - FIRST < STEP)[None, :], score, float("-inf"))

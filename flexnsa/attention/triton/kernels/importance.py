@@ -19,9 +19,9 @@ from flexnsa.attention.plan import Plan, can_copy
 from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.tiles.device import Tiles, cdiv, device_of, padded
 from flexnsa.attention.tiles.scoring import HOPPER_IMPORTANCE, importance_tiles
-from flexnsa.attention.triton.arguments import position_arguments
+from flexnsa.attention.triton.arguments import Factors, position_arguments
 from flexnsa.attention.triton.kernels.kernel import jit
-from flexnsa.attention.triton.kernels.visible import count_visible, load_positions
+from flexnsa.attention.triton.kernels.visible import capped, count_visible, load_positions
 from flexnsa.config import NSAConfig, overlap_band
 from flexnsa.masks.positions import Positions, tensors_of
 
@@ -79,7 +79,7 @@ def importance(
     first_row: int,
     *,
     config: NSAConfig,
-    scale: float,
+    factors: Factors,
     tiles: Tiles | None = None,
 ) -> None:
     """Fill ``scores`` with the importance of blocks for the queries ``first_row .. first_row + scores.num_rows``.
@@ -92,11 +92,11 @@ def importance(
         scores: to fill.
         first_row: the first query of ``scores``.
         config: the sizes.
-        scale: factor on the attention scores.
+        factors: of :func:`flexnsa.attention.triton.arguments.factors_of`.
         tiles: launch parameters; None chooses by device.
     """
     (batch, q_heads, _, head_dim), (kv_heads, num_keys), band = q.shape, k_cmp.shape[1:3], scores.band
-    ratio = config.strides_per_block
+    ratio, (scale, inner) = config.strides_per_block, factors
     strides = *q.stride()[:3], *k_cmp.stride()[:3], *lse.stride()[:2]
     sizes = first_row, scores.num_rows, num_keys, scores.width, scale * LOG2_E
     shape: dict[str, object] = {"KV_HEADS": kv_heads, "GROUP": q_heads // kv_heads, "HEAD_DIM": head_dim}
@@ -110,13 +110,13 @@ def importance(
 
         hopper_importance[grid](
             q, k_cmp, lse, scores.own, scores.passed, *strides, *sizes,
-            **shape, PLACES=ratio // 2, **tiles.options(),
+            **shape, PLACES=ratio // 2, INNER=inner, **tiles.options(),
         )  # fmt: skip
         return
     importance_kernel[grid](
         q, k_cmp, lse, *position_arguments(q, *tensors_of(positions)), scores.own, scores.passed, *strides, *sizes,
         **shape, FIRST=band.first, NUM_OFFSETS=len(band.own), HAS_POSITIONS=positions is not None,
-        BLOCK_D=padded(head_dim), **tiles.options(),
+        BLOCK_D=padded(head_dim), INNER=inner, **tiles.options(),
     )  # fmt: skip
 
 
@@ -131,7 +131,7 @@ def _hopper_tiles(q: Tensor, k_cmp: Tensor, band: Band, ratio: int) -> Tiles | N
 def add_heads(
     own, passed, keys, key, visible, num_heads, q_ptrs, lse_ptrs, q_stride_h, lse_stride_h, scale_log2,
     HEAD_DIM: tl.constexpr, FIRST: tl.constexpr, NUM_OFFSETS: tl.constexpr, OWN: tl.constexpr,
-    PASSED: tl.constexpr, MASKED: tl.constexpr,
+    PASSED: tl.constexpr, INNER: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add the probabilities that the first ``num_heads`` heads of the group give to the keys."""
     dim = tl.arange(0, keys[0].shape[1])[None, :]
@@ -139,7 +139,7 @@ def add_heads(
         q = tl.load(q_ptrs, mask=dim < HEAD_DIM, other=0.0)
         lse_log2 = tl.load(lse_ptrs) * 1.4426950408889634
         for o in tl.static_range(NUM_OFFSETS):  # pyright: ignore[reportGeneralTypeIssues]
-            score = tl.dot(q, tl.trans(keys[o]), input_precision="ieee")
+            score = capped(tl.dot(q, tl.trans(keys[o]), input_precision="ieee"), INNER, q.dtype)
             p = tl.exp2(tl.fma(score, scale_log2, -lse_log2[:, None]))
             if MASKED:
                 shown = key[None, :] + o < visible[:, None]
@@ -163,7 +163,7 @@ def importance_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr,
     RATIO: tl.constexpr, FIRST: tl.constexpr, NUM_OFFSETS: tl.constexpr, OWN: tl.constexpr, PASSED: tl.constexpr,
     HAS_PASSED: tl.constexpr, HAS_POSITIONS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_J: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_D: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """Score one tile of queries against one tile of blocks of one kv head."""
     num_tiles_j = tl.cdiv(width, BLOCK_J)
@@ -209,11 +209,11 @@ def importance_kernel(
         # One of the two loops runs. The masked one comes first; otherwise masks hold registers in the unmasked one.
         own, passed = add_heads(
             own, passed, keys, key, visible_here, GROUP - num_whole, q_ptrs, lse_ptrs, q_stride_h, lse_stride_h,
-            scale_log2, HEAD_DIM, FIRST, NUM_OFFSETS, OWN, PASSED, True,
+            scale_log2, HEAD_DIM, FIRST, NUM_OFFSETS, OWN, PASSED, INNER, True,
         )  # fmt: skip
         own, passed = add_heads(
             own, passed, keys, key, visible_here, num_whole, q_ptrs, lse_ptrs, q_stride_h, lse_stride_h,
-            scale_log2, HEAD_DIM, FIRST, NUM_OFFSETS, OWN, PASSED, False,
+            scale_log2, HEAD_DIM, FIRST, NUM_OFFSETS, OWN, PASSED, INNER, False,
         )  # fmt: skip
         document = tl.min(tl.where(cmp_start > document, cmp_start, 2147483647))
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.tiles.device import cdiv, padded
-from flexnsa.attention.triton.arguments import position_arguments
+from flexnsa.attention.triton.arguments import Factors, position_arguments
 from flexnsa.attention.triton.kernels.importance import Scores
 from flexnsa.attention.triton.kernels.kernel import jit
-from flexnsa.attention.triton.kernels.visible import count_visible, load_positions
+from flexnsa.attention.triton.kernels.visible import capped, count_visible, load_positions
 from flexnsa.config import NSAConfig
 from flexnsa.masks.positions import Positions, tensors_of
 
@@ -32,17 +32,17 @@ def importance_few(
     scores: Scores,
     *,
     config: NSAConfig,
-    scale: float,
+    factors: Factors,
 ) -> None:
     """Fill ``scores`` with the importance of blocks for all queries; arguments as of ``importance``."""
     (batch, q_heads, num_queries, head_dim), (kv_heads, num_keys) = q.shape, k_cmp.shape[1:3]
-    group, band = q_heads // kv_heads, scores.band
+    group, band, (scale, inner) = q_heads // kv_heads, scores.band, factors
     importance_few_kernel[(batch * kv_heads * num_queries * cdiv(scores.width, BLOCK_J),)](
         q, k_cmp, lse, *position_arguments(q, *tensors_of(positions)), scores.own, scores.passed,
         *q.stride()[:3], *k_cmp.stride()[:3], *lse.stride()[:2], num_queries, num_keys, scores.width, scale * LOG2_E,
         KV_HEADS=kv_heads, GROUP=group, HEAD_DIM=head_dim, **band.constants(config), FIRST=band.first,
         NUM_OFFSETS=len(band.own), HAS_POSITIONS=positions is not None, BLOCK_G=padded(group), BLOCK_J=BLOCK_J,
-        BLOCK_D=padded(head_dim), num_warps=8 if q.dtype == torch.float32 else 1,
+        BLOCK_D=padded(head_dim), INNER=inner, num_warps=8 if q.dtype == torch.float32 else 1,
     )  # fmt: skip
 
 
@@ -54,7 +54,7 @@ def importance_few_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr,
     RATIO: tl.constexpr, FIRST: tl.constexpr, NUM_OFFSETS: tl.constexpr, OWN: tl.constexpr, PASSED: tl.constexpr,
     HAS_PASSED: tl.constexpr, HAS_POSITIONS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_J: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_D: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """Score a tile of blocks for one query and one kv head."""
     num_tiles = tl.cdiv(width, BLOCK_J)
@@ -89,7 +89,7 @@ def importance_few_kernel(
         shown = (key + o >= 0) & (key + o < visible) & (index < num_keys)
         inside = shown[:, None] & (dim < HEAD_DIM)
         k = tl.load(k_ptrs + index.to(tl.int64)[:, None] * k_stride_n, mask=inside, other=0.0)
-        score = tl.dot(q, tl.trans(k), input_precision="ieee")
+        score = capped(tl.dot(q, tl.trans(k), input_precision="ieee"), INNER, q.dtype)
         p = tl.where(shown[None, :], tl.exp2(tl.fma(score, scale_log2, -lse_log2[:, None])), 0.0)
         total = tl.sum(p, axis=0)
         own += total * OWN[o]

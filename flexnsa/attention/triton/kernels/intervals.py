@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flexnsa.attention.tiles.device import cdiv, padded
 from flexnsa.attention.triton.kernels.kernel import jit
-from flexnsa.attention.triton.kernels.visible import count_visible, runs
+from flexnsa.attention.triton.kernels.visible import capped, count_visible, runs, through_cap
 
 SUMMED_KEYS = 8
 """Keys of a program of :func:`sum_parts`: few, as short sequences of many parts need many programs."""
@@ -28,7 +28,7 @@ def forward(
     num_heads, num_queries, num_keys, qk_scale,
     G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr,
     WINDOW: tl.constexpr, HAS_POSITIONS: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, PRECISION: tl.constexpr,
+    BN: tl.constexpr, PRECISION: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """Compute the output and the natural log-sum-exp of a query tile, with a running maximum over its keys."""
     tile, bh = place(True, WINDOW)
@@ -55,7 +55,7 @@ def forward(
             key = key0 + tl.arange(0, BN)
             valid = (key < num_keys) | (part == 1)
             k = load_rows(k_ptr, key, k_st, valid, DK, BDK)
-            s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            s = capped(tl.dot(q, tl.trans(k), input_precision=PRECISION), INNER, k.dtype)
             if part != 1:
                 s = tl.where((key[None, :] >= low[:, None]) & (key[None, :] < high[:, None]), s, float("-inf"))
             new_top = tl.maximum(top, tl.max(s, 1) * qk_scale)
@@ -80,7 +80,7 @@ def backward_queries(
     num_heads, num_queries, num_keys, scale,
     G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr,
     WINDOW: tl.constexpr, HAS_POSITIONS: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, PRECISION: tl.constexpr,
+    BN: tl.constexpr, PRECISION: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of a query tile."""
     tile, bh = place(True, WINDOW)
@@ -95,6 +95,7 @@ def backward_queries(
     q = load_rows(q_ptr + b * q_sb + h * q_sh, row, q_st, inside, DK, BDK)
     do = load_rows(do_ptr + b * d_sb + h * d_sh, row, d_st, inside, DV, BDV)
     qk_scale = scale * 1.4426950408889634
+    scale = scale * INNER if INNER != 0.0 else scale
     stats_ptr += bh * num_queries + row
     shift = tl.load(stats_ptr, mask=inside, other=0.0) * qk_scale
     delta = -tl.load(stats_ptr + s_sn, mask=inside, other=0.0)
@@ -110,13 +111,13 @@ def backward_queries(
             key = key0 + tl.arange(0, BN)
             valid = (key < num_keys) | (part == 1)
             k = load_rows(k_ptr, key, k_st, valid, DK, BDK)
-            s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            s = capped(tl.dot(q, tl.trans(k), input_precision=PRECISION), INNER, k.dtype)
             p = tl.exp2(s * qk_scale + shift[:, None])
             if part != 1:
                 p = tl.where((key[None, :] >= low[:, None]) & (key[None, :] < high[:, None]), p, 0.0)
             v = load_rows(v_ptr, key, v_st, valid, DV, BDV)
             ds = p * (tl.dot(do, tl.trans(v), input_precision=PRECISION) - delta[:, None])
-            acc = tl.dot(ds.to(k.dtype), k, acc, input_precision=PRECISION)
+            acc = tl.dot(through_cap(ds, s, INNER).to(k.dtype), k, acc, input_precision=PRECISION)
     store_rows(dq_ptr + b * g_sb + h * g_sh, row, g_st, inside, acc * scale, DK, BDK)
 
 
@@ -127,7 +128,7 @@ def backward_keys(
     gk_sb, gk_sh, gk_st, gv_sb, gv_sh, gv_st, num_sums, num_queries, num_keys, scale,
     G: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, LENGTH: tl.constexpr,
     STRIDE: tl.constexpr, WINDOW: tl.constexpr, HAS_POSITIONS: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """Sum the gradients of a tile of keys and values over ``HEADS`` heads of the group."""
     tile, bs = place(False, WINDOW)
@@ -157,6 +158,7 @@ def backward_keys(
     dk = tl.zeros([BN, BDK], tl.float32)
     dv = tl.zeros([BN, BDV], tl.float32)
     qk_scale = scale * 1.4426950408889634
+    scale = scale * INNER if INNER != 0.0 else scale
     for i in tl.range(0, HEADS * tiles):
         head = (i // tiles).to(tl.int64)
         first = row0 + (i % tiles) * BM
@@ -168,7 +170,7 @@ def backward_keys(
         stat = stats_ptr + head * num_queries + row
         shift = tl.load(stat, mask=inside, other=0.0) * qk_scale
         delta = -tl.load(stat + s_sn, mask=inside, other=0.0)
-        s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+        s = capped(tl.dot(k, tl.trans(q), input_precision=PRECISION), INNER, q.dtype)
         p = tl.exp2(s * qk_scale + shift[None, :])
         # Without positions a query is its token, which tells whether all queries of this tile see all of the keys.
         # Rows past the end need no mask: their q and do are 0.
@@ -181,7 +183,8 @@ def backward_keys(
             )
             p = tl.where((key[:, None] >= low[None, :]) & (key[:, None] < high[None, :]), p, 0.0)
         # Products of dk and dv come last: Triton then runs them while the next rows are loaded.
-        ds = (p * (tl.dot(v, tl.trans(do), input_precision=PRECISION) - delta[None, :])).to(q.dtype)
+        ds = p * (tl.dot(v, tl.trans(do), input_precision=PRECISION) - delta[None, :])
+        ds = through_cap(ds, s, INNER).to(q.dtype)
         dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
         dk = tl.dot(ds, q, dk, input_precision=PRECISION)
     store_rows(dk_ptr + b * gk_sb + at * gk_sh, key, gk_st, valid, dk * scale, DK, BDK)

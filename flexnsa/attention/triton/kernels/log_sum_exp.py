@@ -10,14 +10,14 @@ from torch import Tensor
 from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.tiles.device import cdiv, device_of, padded
 from flexnsa.attention.tiles.scoring import log_sum_exp_tiles
-from flexnsa.attention.triton.arguments import position_arguments, with_positive_scale
+from flexnsa.attention.triton.arguments import Factors, position_arguments, with_positive_scale
 from flexnsa.attention.triton.kernels.kernel import jit
-from flexnsa.attention.triton.kernels.visible import count_visible, load_positions, runs
+from flexnsa.attention.triton.kernels.visible import capped, count_visible, load_positions, runs
 from flexnsa.config import NSAConfig
 from flexnsa.masks.positions import Positions, tensors_of
 
 
-def log_sum_exp(q: Tensor, k_cmp: Tensor, positions: Positions | None, *, config: NSAConfig, scale: float) -> Tensor:
+def log_sum_exp(q: Tensor, k_cmp: Tensor, positions: Positions | None, config: NSAConfig, factors: Factors) -> Tensor:
     """Return the natural log-sum-exp of each query's scores over the compressed tokens that it sees.
 
     Args:
@@ -25,12 +25,12 @@ def log_sum_exp(q: Tensor, k_cmp: Tensor, positions: Positions | None, *, config
         k_cmp: compressed keys ``(B, Hkv, N, D)``, last dimension contiguous, same dtype.
         positions: of the queries; None for one whole sequence from token 0.
         config: the sizes.
-        scale: factor on the scores.
+        factors: of :func:`flexnsa.attention.triton.arguments.factors_of`.
 
     Returns:
         float32 ``(B, Hq, T)``; ``-inf`` for a query that sees no key.
     """
-    q, scale = with_positive_scale(q, scale)
+    q, (scale, inner) = with_positive_scale(q, factors)
     batch, q_heads, num_queries, head_dim = q.shape
     out = torch.empty(batch, q_heads, num_queries, dtype=torch.float32, device=q.device)
     tiles = log_sum_exp_tiles(device_of(q), q.dtype, head_dim)
@@ -39,7 +39,7 @@ def log_sum_exp(q: Tensor, k_cmp: Tensor, positions: Positions | None, *, config
         num_queries, k_cmp.shape[2], scale * LOG2_E,
         Q_HEADS=q_heads, GROUP=q_heads // k_cmp.shape[1], HEAD_DIM=head_dim, LENGTH=config.compress_block_size,
         STRIDE=config.compress_stride, HAS_POSITIONS=positions is not None,
-        BLOCK_T=tiles.queries, BLOCK_N=tiles.keys, BLOCK_D=padded(head_dim), **tiles.options(),
+        BLOCK_T=tiles.queries, BLOCK_N=tiles.keys, BLOCK_D=padded(head_dim), INNER=inner, **tiles.options(),
     )  # fmt: skip
     return out
 
@@ -50,6 +50,7 @@ def log_sum_exp_kernel(
     q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_n, num_queries, num_keys, scale_log2,
     Q_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    INNER: tl.constexpr,
 ):  # fmt: skip
     """Compute the log-sum-exp of one tile of queries of one head, with a running maximum over its visible keys."""
     num_tiles = tl.cdiv(num_queries, BLOCK_T)
@@ -78,7 +79,7 @@ def log_sum_exp_kernel(
             key = first_key + tl.arange(0, BLOCK_N)
             inside = (key[:, None] < num_keys) & (dim < HEAD_DIM)
             k = tl.load(k_ptrs + key.to(tl.int64)[:, None] * k_stride_n, mask=inside, other=0.0)
-            score = tl.dot(q, tl.trans(k), input_precision="ieee")
+            score = capped(tl.dot(q, tl.trans(k), input_precision="ieee"), INNER, q.dtype)
             if part != 1:
                 score = tl.where((key[None, :] >= low[:, None]) & (key[None, :] < high[:, None]), score, float("-inf"))
             new_top = tl.maximum(top, tl.max(score, axis=1) * scale_log2)

@@ -23,7 +23,7 @@ from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.tiles.device import Tiles, cdiv, padded
 from flexnsa.attention.tiles.intervals import hopper_tiles
 from flexnsa.attention.tiles.selected import SLOTS, SUM_ROWS, columns, max_replicas, max_shared, of_group
-from flexnsa.attention.triton.arguments import strides_of_groups
+from flexnsa.attention.triton.arguments import Factors, strides_of_groups
 from flexnsa.attention.triton.kernels.intervals import add_parts
 from flexnsa.attention.triton.kernels.kernel import jit
 from flexnsa.attention.triton.kernels.selected_lists import Lists, Selection
@@ -36,7 +36,7 @@ from flexnsa.attention.triton.kernels.selected_pairs import (
     row_of_tile,
     sees,
 )
-from flexnsa.attention.triton.kernels.visible import load_positions
+from flexnsa.attention.triton.kernels.visible import capped, load_positions, through_cap
 
 SHARED_ROWS = 8
 """Keys of a program that sums replicas: many programs, because each waits for memory."""
@@ -81,7 +81,7 @@ def backward(
     grad_k: Tensor,
     grad_v: Tensor,
     *,
-    scale: float,
+    factors: Factors,
     precision: str,
     tiles: Tiles,
     others: OtherGradients | WindowQueries | None,
@@ -110,6 +110,7 @@ def backward(
     parities = (0, 1) if has_positions else (0,)
     int64_offsets = needs_int64(q, group, chunk) or needs_int64(grad_out, group, chunk)
     plan = Plan.of(q, k, v, block_size=size)
+    (scale, inner), outer = factors, factors[0] * (factors[1] or 1.0)
     in_gluon = of_queries and plan.selected_in_gluon and not int64_offsets and can_copy(q, k, v, grad_out)
     queries = (selection.block_indices, *selection.positions())
     for index in range(lists.sizes[0]):
@@ -120,18 +121,19 @@ def backward(
         row_strides = *strides_of_groups(q, kv_heads), *of_keys, *strides_of_groups(grad_out, kv_heads)
         tensors = (lists.order, lists.replicas, part, *sums, *row_strides, *sizes, *tables)
         for parity in parities:
-            launched = q, k, v, grad_out, stats, *queries, *tensors, parity, scale, scale * LOG2_E
+            launched = q, k, v, grad_out, stats, *queries, *tensors, parity, outer, scale * LOG2_E
             if in_gluon:
                 from flexnsa.attention.triton.kernels.hopper.selected_bwd import hopper_backward_parts
 
                 hopper_backward_parts[(num_replicas, heads)](
-                    *launched, **shape, DV=d_v, BM=ROWS, BN=ROWS, DQ=64, num_warps=4
+                    *launched, **shape, DV=d_v, BM=ROWS, BN=ROWS, INNER=inner, DQ=64, num_warps=4
                 )
             else:
                 backward_parts[(num_replicas, heads)](
                     *launched,
                     **shape, DV=d_v, LOW=low, HIGH=high, BDV=padded(d_v), BN=padded(size), PRECISION=precision,
-                    OF_QUERIES=of_queries, INT64_OFFSETS=int64_offsets, **of_group(tiles, group), **tiles.options(),
+                    INNER=inner, OF_QUERIES=of_queries, INT64_OFFSETS=int64_offsets, **of_group(tiles, group),
+                    **tiles.options(),
                 )  # fmt: skip
         for parity in parities:
             sum_shared[(num_replicas * (padded(size) // SHARED_ROWS), heads)](
@@ -153,7 +155,7 @@ def backward(
                 *itertools.chain(*(x.stride()[:3] for x in strides)), others.stats.stride(-1), *grad_out.stride()[:3],
                 *grad_q.stride()[:3], *sizes, scale,
                 **shape, DV=d_v, WINDOW=window, SLOTS=SLOTS,
-                BM=row_tiles.queries, BN=row_tiles.keys, **row_tiles.options("BUFFERS"),
+                BM=row_tiles.queries, BN=row_tiles.keys, INNER=inner, **row_tiles.options("BUFFERS"),
             )  # fmt: skip
         else:
             cmp, win = others or (grad_q, None)
@@ -162,7 +164,7 @@ def backward(
                 part, *queries, *added, grad_q, *strides_of_groups(grad_q, kv_heads), *sizes, **shape,
                 BDK=padded(d_k), BR=SUM_ROWS, ALONE=others is None, HAS_WINDOW=win is not None, num_warps=4,
             )  # fmt: skip
-    add_parts((dk.view(k.shape), dv.view(v.shape)), grad_k, grad_v, scale=scale)
+    add_parts((dk.view(k.shape), dv.view(v.shape)), grad_k, grad_v, scale=outer)
 
 
 @jit(
@@ -179,7 +181,7 @@ def backward_parts(
     n: tl.constexpr, G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, QUERIES: tl.constexpr, SPREAD: tl.constexpr, PRECISION: tl.constexpr,
-    OF_QUERIES: tl.constexpr, INT64_OFFSETS: tl.constexpr,
+    INNER: tl.constexpr, OF_QUERIES: tl.constexpr, INT64_OFFSETS: tl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv of one replica, and ``OF_QUERIES`` the contribution of its keys to dq of its pairs."""
     bh = tl.program_id(1).to(tl.int64)
@@ -248,14 +250,15 @@ def backward_parts(
             s = tl.dot(k_low, tl.trans(q_low), tl.broadcast_to(lse[None, :], [BN, BM]), input_precision=PRECISION)
             if HIGH > 0:
                 s = tl.dot(k_high, tl.trans(q_high), s, input_precision=PRECISION)
-            p = tl.exp2(s * qk_scale)
+            s = capped(s - lse[None, :] if INNER != 0.0 else s, INNER, q_low.dtype)
+            p = tl.exp2((s + lse[None, :] if INNER != 0.0 else s) * qk_scale)
             if i // SPREAD * QUERIES < masked:
                 pair_again = tl.load(order_ptr + tl.minimum(at, count - 1))
                 seen = sees(pair_again, key, idx_ptr, token_ptr, start_ptr, t0, n, SIZE, HAS_POSITIONS)
                 p = tl.where(tl.trans(seen), p, 0.0)
             dp = tl.dot(v, tl.trans(do), tl.broadcast_to(delta[None, :], [BN, BM]), input_precision=PRECISION)
             dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
-            ds = (p * dp).to(q_low.dtype)
+            ds = through_cap(p * dp, s, INNER).to(q_low.dtype)
             dk_low = tl.dot(ds, q_low, dk_low, input_precision=PRECISION)
             if HIGH > 0:
                 dk_high = tl.dot(ds, q_high, dk_high, input_precision=PRECISION)

@@ -23,11 +23,11 @@ from flexnsa.attention.plan import Plan, can_copy, needs_int64
 from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.tiles.device import Tiles, cdiv, padded
 from flexnsa.attention.tiles.selected import SLOTS, SUM_ROWS, columns, max_replicas, of_group
-from flexnsa.attention.triton.arguments import strides_of_groups
+from flexnsa.attention.triton.arguments import Factors, strides_of_groups
 from flexnsa.attention.triton.kernels.kernel import jit
 from flexnsa.attention.triton.kernels.selected_lists import Lists, Selection
 from flexnsa.attention.triton.kernels.selected_pairs import first_key, load_row, locate, needs_mask, row_of_tile, sees
-from flexnsa.attention.triton.kernels.visible import load_positions
+from flexnsa.attention.triton.kernels.visible import capped, load_positions
 
 PIECE, PIECE_ROWS = 64, 768
 """Queries of a program on Hopper. A small group has more queries: at least so many (query, head) rows.
@@ -79,7 +79,7 @@ def forward(
     lse: Tensor,
     gated: GatedBranches | None,
     *,
-    scale: float,
+    factors: Factors,
     precision: str,
     tiles: Tiles,
     window: int | None,
@@ -89,7 +89,7 @@ def forward(
     A ``window`` of so many keys is attended to in the kernel that adds up the branches.
     """
     (batch, q_heads, num_queries, dk), (kv_heads, num_keys), dv = q.shape, k.shape[1:3], v.shape[-1]
-    group, n = q_heads // kv_heads, selection.block_indices.shape[-1]
+    (scale, inner), group, n = factors, q_heads // kv_heads, selection.block_indices.shape[-1]
     chunk = min(lists.chunk, num_queries)
     part_out = torch.empty(batch * kv_heads, chunk, n, group, dv, dtype=q.dtype, device=q.device)
     part_lse = torch.empty(batch * kv_heads, chunk, n, group, dtype=torch.float32, device=q.device)
@@ -116,12 +116,13 @@ def forward(
             pieces = cdiv(lists.capacity, piece)
             hopper_forward_parts[(num_replicas * pieces, batch * kv_heads)](
                 q, k, v, *queries, *tensors, *row_strides, *sizes, *tables,
-                **shape, DK=dk, BM=ROWS, BN=ROWS, PIECE=piece, PIECES=pieces, num_warps=4, maxnreg=registers,
+                **shape, DK=dk, BM=ROWS, BN=ROWS, INNER=inner, PIECE=piece, PIECES=pieces,
+                num_warps=4, maxnreg=registers,
             )  # fmt: skip
         else:
             forward_parts[(num_replicas, batch * kv_heads)](
                 q, k, v, *queries, *tensors, *row_strides, *sizes, *tables,
-                **shape, DK=dk, LOW=low, HIGH=high, BDV=padded(dv), BN=padded(selection.block_size),
+                **shape, DK=dk, LOW=low, HIGH=high, BDV=padded(dv), BN=padded(selection.block_size), INNER=inner,
                 PRECISION=precision, INT64_OFFSETS=int64_offsets, **of_group(tiles, group), **tiles.options(),
             )  # fmt: skip
         if window is None:
@@ -137,7 +138,7 @@ def forward(
             hopper_combine[(cdiv(min(chunk, num_queries - index * lists.chunk), ROWS) * group, batch * kv_heads)](
                 part_out, part_lse, *queries, q, k_win, v_win, cmp, win, win_lse, out, lse, gates, total,
                 *itertools.chain(*strides), gates.stride(-1), *sizes, scale * LOG2_E,
-                **shape, DK=dk, WINDOW=window, SLOTS=SLOTS, BM=ROWS, BN=ROWS, KEEP=keeps, num_warps=4,
+                **shape, DK=dk, WINDOW=window, SLOTS=SLOTS, BM=ROWS, BN=ROWS, INNER=inner, KEEP=keeps, num_warps=4,
                 maxnreg=None if selection.token is None else 168,  # so that three programs fit, as without positions
             )  # fmt: skip
 
@@ -150,7 +151,7 @@ def forward_parts(
     n: tl.constexpr, G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, QUERIES: tl.constexpr, SPREAD: tl.constexpr, PRECISION: tl.constexpr,
-    INT64_OFFSETS: tl.constexpr,
+    INNER: tl.constexpr, INT64_OFFSETS: tl.constexpr,
 ):  # fmt: skip
     """Attend from the queries of one replica to its keys only: the normalised output and the base-2 log-sum-exp."""
     bh = tl.program_id(1).to(tl.int64)
@@ -205,6 +206,7 @@ def forward_parts(
             s = tl.dot(load_row(q_row, low, DK, LOW), k_low, input_precision=PRECISION)
             if HIGH > 0:
                 s = tl.dot(load_row(q_row, high, DK, LOW + HIGH), k_high, s, input_precision=PRECISION)
+            s = capped(s, INNER, v.dtype)
             if i // SPREAD * QUERIES < masked:
                 seen = sees(pair, key, idx_ptr, token_ptr, start_ptr, t0, n, SIZE, HAS_POSITIONS)
                 s = tl.where(seen, s, float("-inf"))

@@ -14,50 +14,40 @@ from torch import Tensor
 from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.tiles.device import device_of, padded
 from flexnsa.attention.tiles.selected import gathered_tiles
-from flexnsa.attention.triton.arguments import precision, strides_of_groups
+from flexnsa.attention.triton.arguments import Factors, precision, strides_of_groups
 from flexnsa.attention.triton.kernels.kernel import jit
 from flexnsa.attention.triton.kernels.selected_lists import Selection
 from flexnsa.attention.triton.kernels.selected_pairs import locate
 from flexnsa.attention.triton.kernels.step_attend import join
-from flexnsa.attention.triton.kernels.visible import load_positions
+from flexnsa.attention.triton.kernels.visible import capped, load_positions, through_cap
 
 
-def gather_forward(
-    q: Tensor, k: Tensor, v: Tensor, selection: Selection, out: Tensor, lse: Tensor, scale: float
-) -> None:
-    """Compute ``out (B, Hq, T, Dv)`` and the natural ``lse`` (float32, ``(B, Hq, T)``)."""
-    _launch(q, k, v, selection, (out, lse, q), scale, backward=False)
-
-
-def gather_backward(
-    q: Tensor, k: Tensor, v: Tensor, selection: Selection, stats: Tensor, grad_out: Tensor, grad_q: Tensor, scale: float
-) -> None:
-    """Compute the gradient of q; ``stats`` are those of gathered rows."""
-    _launch(q, k, v, selection, (grad_out, stats, grad_q), scale, backward=True)
-
-
-def _launch(
+def launch_gather(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     selection: Selection,
     of_queries: tuple[Tensor, Tensor, Tensor],
-    scale: float,
+    factors: Factors,
     *,
     backward: bool,
 ) -> None:
+    """Compute ``of_queries``: ``out (B, Hq, T, Dv)`` and the natural ``lse`` (float32, ``(B, Hq, T)``); q is unread.
+
+    Or ``backward`` of the gradient of out and the stats of gathered rows the last, the gradient of q.
+    """
     kv_heads, n = k.shape[1], selection.block_indices.shape[-1]
     group, d_k, d_v = q.shape[1] // kv_heads, q.shape[-1], v.shape[-1]
-    x, _, grad_q = of_queries
+    (x, _, grad_q), (scale, inner) = of_queries, factors
     tiles = gathered_tiles(device_of(q), q.dtype, d_k, d_v, group)
     groups, of_x, of_grads = (strides_of_groups(rows, kv_heads) for rows in (q, x, grad_q))
     gather[(q.shape[2], k.shape[0] * kv_heads)](
         q, k, v, selection.block_indices, *selection.positions(), *of_queries,
         *groups, *k.stride()[:3], *v.stride()[:3], *of_x, *of_grads,
-        kv_heads, q.shape[2], k.shape[2], scale, scale * LOG2_E,
+        kv_heads, q.shape[2], k.shape[2], scale * (inner or 1.0), scale * LOG2_E,
         n=n, NP=padded(n), G=group, DK=d_k, DV=d_v, SIZE=selection.block_size,
         HAS_POSITIONS=selection.token is not None, BG=padded(group), BN=tiles.keys, BDK=padded(d_k), BDV=padded(d_v),
-        PRECISION=precision(), BACKWARD=backward, **tiles.options(),
+        PRECISION=precision(), INNER=inner, BACKWARD=backward, **tiles.options(),
     )  # fmt: skip
 
 
@@ -68,7 +58,7 @@ def gather(
     kv_heads, num_queries, num_keys, scale, qk_scale,
     n: tl.constexpr, NP: tl.constexpr, G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr,
     HAS_POSITIONS: tl.constexpr, BG: tl.constexpr, BN: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr,
-    PRECISION: tl.constexpr, BACKWARD: tl.constexpr,
+    PRECISION: tl.constexpr, INNER: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
     """Attend from one query to the keys of its blocks: ``x`` is its output, and ``stats`` the log-sum-exp.
 
@@ -113,11 +103,12 @@ def gather(
         v = tl.load(v_ptr + key * v_st, mask=seen[:, None] & (v_col < DV), other=0.0)
         if BACKWARD:
             s = tl.dot(q, tl.trans(k), lse, input_precision=PRECISION)
-            p = tl.where(seen[None, :], tl.exp2(s * qk_scale), 0.0)
+            s = capped(s - lse if INNER != 0.0 else s, INNER, k.dtype)
+            p = tl.where(seen[None, :], tl.exp2((s + lse if INNER != 0.0 else s) * qk_scale), 0.0)
             dp = tl.dot(do, tl.trans(v), delta, input_precision=PRECISION)
-            acc = tl.dot((p * dp).to(k.dtype), k, acc, input_precision=PRECISION)
+            acc = tl.dot(through_cap(p * dp, s, INNER).to(k.dtype), k, acc, input_precision=PRECISION)
         else:
-            s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * qk_scale
+            s = capped(tl.dot(q, tl.trans(k), input_precision=PRECISION), INNER, k.dtype) * qk_scale
             s = tl.where(seen[None, :], s, float("-inf"))
             top, total, acc = join(s, v, top, total, acc, True, PRECISION)
     if BACKWARD:

@@ -14,6 +14,7 @@ from torch import Tensor
 from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.tiles.device import cdiv, device_of, multiprocessors, padded
 from flexnsa.attention.tiles.scoring import selection_loss_tiles
+from flexnsa.attention.triton.arguments import Factors
 from flexnsa.attention.triton.kernels.block_log_sums import block_log_sums, log_of
 from flexnsa.attention.triton.kernels.kernel import jit
 from flexnsa.attention.triton.kernels.selection_loss_bwd import key_gradients, query_gradients
@@ -58,7 +59,7 @@ class Scored:
         start: the first tokens of their documents, int32 ``(B, m)``.
         first_key: the first keys of their documents, int32 ``(B, m)``.
         grid: of the keys.
-        scale: factor on the scores.
+        factors: of :func:`flexnsa.attention.triton.arguments.factors_of`.
     """
 
     q: Tensor
@@ -67,13 +68,15 @@ class Scored:
     start: Tensor
     first_key: Tensor
     grid: KeyGrid
-    scale: float
+    factors: Factors
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, part: slice, positions: Sequence[Tensor], grid: KeyGrid, scale: float) -> Self:
+    def of(
+        cls, q: Tensor, k: Tensor, part: slice, positions: Sequence[Tensor], grid: KeyGrid, factors: Factors
+    ) -> Self:
         """Take a part of all queries; ``where`` has the three positions of these, ``(B or 1, m)``."""
         token, start, first_key = (x[:, part].expand(len(q), -1).contiguous() for x in positions)
-        return cls(q[:, :, part], k, token, start, first_key, grid, scale)
+        return cls(q[:, :, part], k, token, start, first_key, grid, factors)
 
     @property
     def heads(self) -> int:
@@ -139,9 +142,9 @@ def log_sums(scored: Scored, width: int) -> tuple[Tensor, Tensor]:
     weighted = torch.empty(batch * scored.q.shape[1], rows, width, device=scored.q.device)
     plain = torch.empty_like(weighted) if scored.grid.keys_of_block > grid["STEP"] else weighted
     block_log_sums[(batch * kv_heads * cdiv(rows, tiles.queries) * cdiv(width, blocks),)](
-        *tensors, weighted, plain, *strides, rows, num_keys, width, scored.scale * LOG2_E,
+        *tensors, weighted, plain, *strides, rows, num_keys, width, scored.factors[0] * LOG2_E,
         KV_HEADS=kv_heads, HEADS=scored.heads, HEAD_DIM=head_dim, WIDTH=scored.grid.keys_of_block, **grid,
-        BT=tiles.queries, BJ=blocks, BW=keys_at_once, BD=padded(head_dim), **tiles.options(),
+        BT=tiles.queries, BJ=blocks, BW=keys_at_once, BD=padded(head_dim), INNER=scored.factors[1], **tiles.options(),
     )  # fmt: skip
     return weighted, plain
 
@@ -154,7 +157,7 @@ def gradients(scorer: Scored, compared: Compared, width: int) -> tuple[Tensor, T
     inputs = *tensors, compared.slope, compared.log_score, compared.lse, compared.pull
     options = scorer.grid.constants | {
         "WIDTH": scorer.grid.keys_of_block, "KV_HEADS": kv_heads, "HEADS": scorer.heads, "HEAD_DIM": head_dim,
-        "BD": padded(head_dim), "BT": tiles.queries, **tiles.options(),
+        "BD": padded(head_dim), "BT": tiles.queries, "INNER": scorer.factors[1], **tiles.options(),
     }  # fmt: skip
     programs = cdiv(rows, tiles.queries) * batch * scorer.q.shape[1]
     # Few programs leave a GPU idle: split the keys of a tile of queries, in a fixed way, so that sums repeat.
@@ -162,13 +165,13 @@ def gradients(scorer: Scored, compared: Compared, width: int) -> tuple[Tensor, T
     keys_at_once = min(padded(scorer.grid.constants["STEP"], 1), tiles.keys)
     dq = torch.empty(splits, batch, scorer.q.shape[1], rows, head_dim, device=scorer.q.device)
     query_gradients[(cdiv(rows, tiles.queries) * splits, batch * scorer.q.shape[1])](
-        *inputs, dq, *strides, rows, num_keys, width, splits, scorer.scale,
+        *inputs, dq, *strides, rows, num_keys, width, splits, scorer.factors[0],
         **options, BJ=tiles.keys // keys_at_once, BW=keys_at_once,
     )  # fmt: skip
     dk = torch.empty(scorer.k.shape, device=scorer.k.device)
     if num_keys:
         key_gradients[(cdiv(num_keys, tiles.keys), batch * kv_heads)](
-            *inputs, dk, *strides, rows, num_keys, width, scorer.scale, **options, BN=tiles.keys
+            *inputs, dk, *strides, rows, num_keys, width, scorer.factors[0], **options, BN=tiles.keys
         )
     return dq.sum(0) if splits > 1 else dq[0], dk
 

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from flexnsa.attention.triton.kernels.block_log_sums import shared_strides
 from flexnsa.attention.triton.kernels.kernel import jit
-from flexnsa.attention.triton.kernels.visible import count_visible
+from flexnsa.attention.triton.kernels.visible import capped, count_visible, through_cap
 
 
 @jit
@@ -68,7 +68,7 @@ def query_gradients(
     q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_n, num_rows, num_keys, width, splits, scale,
     KV_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr,
     STEP: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr, BT: tl.constexpr, BJ: tl.constexpr, BW: tl.constexpr,
-    BD: tl.constexpr,
+    BD: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """Sum over one split of the blocks, for a tile of queries of one index head; ``out (splits, B * Hkv * H, m, D)``.
 
@@ -110,17 +110,19 @@ def query_gradients(
                 inside = (offset < STEP) & (place >= 0) & (document + place < num_keys)
                 ptrs = k_ptrs + (document + place).to(tl.int64)[:, None] * k_stride_n
                 k = tl.load(ptrs, mask=inside[:, None] & (dim < HEAD_DIM), other=0.0)
-                score = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * 1.4426950408889634)
+                s = capped(tl.dot(q, tl.trans(k), input_precision="ieee"), INNER, q.dtype)
+                score = s * (scale * 1.4426950408889634)
                 seen = inside[None, :] & (place[None, :] < visible_here[:, None])
                 log_p = tl.where(seen, score - tl.where(lse == float("-inf"), 0.0, lse)[:, None], float("-inf"))
                 of_blocks = block_gradients(
                     log_p, block, piece, width, slope_ptr + of_query, log_score_ptr + of_query,
                     LENGTH, STRIDE, STEP, FIRST, WIDTH, BJ, BW,
                 )  # fmt: skip
-                gradient = of_blocks - pull[:, None] * tl.exp2(log_p)
+                gradient = through_cap(of_blocks - pull[:, None] * tl.exp2(log_p), s, INNER)
                 dq += tl.dot(gradient.to(k.dtype), k, input_precision="ieee")
         document = tl.min(tl.where(first_key > document, first_key, 2147483647))
     cell = ((split * tl.num_programs(1) + head) * num_rows + tile[:, None]) * HEAD_DIM + dim
+    scale = scale * INNER if INNER != 0.0 else scale
     tl.store(out_ptr + cell, dq * scale, mask=(tile < num_rows)[:, None] & (dim < HEAD_DIM))
 
 
@@ -130,6 +132,7 @@ def key_gradients(
     q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_n, num_rows, num_keys, width, scale,
     KV_HEADS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr,
     STEP: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    INNER: tl.constexpr,
 ):  # fmt: skip
     """Sum over all queries and index heads, for a tile of keys; ``out (B * Hkv, N, D)``."""
     first = tl.program_id(0) * BN
@@ -157,10 +160,12 @@ def key_gradients(
                 q = tl.load(q_ptrs + h * q_stride_h, mask=dim < HEAD_DIM, other=0.0)
                 of_head = (batch_head * HEADS + h) * num_rows + row
                 lse, pull = tl.load(lse_ptr + of_head), tl.load(pull_ptr + of_head)
-                score = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * 1.4426950408889634)
+                s = capped(tl.dot(q, tl.trans(k), input_precision="ieee"), INNER, q.dtype)
+                score = s * (scale * 1.4426950408889634)
                 gradient = score_gradient(
                     score, key, first_key, visible, lse, pull, slope_ptr + of_query, log_score_ptr + of_query,
                     LENGTH, STRIDE, STEP, FIRST, WIDTH,
                 )  # fmt: skip
-                dk += tl.dot(tl.trans(gradient).to(q.dtype), q, input_precision="ieee")
+                dk += tl.dot(tl.trans(through_cap(gradient, s, INNER)).to(q.dtype), q, input_precision="ieee")
+    scale = scale * INNER if INNER != 0.0 else scale
     tl.store(out_ptr + (batch_head * num_keys + key[:, None]) * HEAD_DIM + dim, dk * scale, mask=inside)

@@ -15,7 +15,7 @@ from flexnsa.attention.scoring import LOG2_E, aligned
 from flexnsa.attention.step import StepInputs
 from flexnsa.attention.tiles.device import HOPPER, cdiv, device_of, multiprocessors, padded
 from flexnsa.attention.tiles.step import StepTiles, step_tiles
-from flexnsa.attention.triton.arguments import precision
+from flexnsa.attention.triton.arguments import factors_of, precision
 from flexnsa.attention.triton.kernels import step_attend, step_compress, step_place
 from flexnsa.attention.triton.kernels.importance import Band, Scores
 from flexnsa.attention.triton.kernels.top_blocks import check_width, write_top_blocks
@@ -215,13 +215,15 @@ def _attend_intervals(inputs: StepInputs, scratch: StepScratch) -> None:
         return
     rows = cdiv(scratch.num_tokens * scratch.group, tiles.rows)
     keys = [buffers.get(name, scratch.q) for name in ("k_cmp", "v_cmp", "k_win", "v_win")]
+    scale, inner = factors_of(inputs)
     (of_cmp, cmp_rows), (of_win, win_rows) = (_pages(inputs, scratch, tag) for tag in ("cmp", "win"))
     step_attend.attend_dense[(tiles.cmp + win, scratch.batch * scratch.kv_heads, rows)](
         scratch.q, scratch.tokens, *keys, scratch.scores, scratch.part, scratch.top, scratch.total, *of_cmp, *of_win,
-        scratch.heads, scratch.num_tokens, scratch.scores.shape[-1], inputs.scale * LOG2_E,
+        scratch.heads, scratch.num_tokens, scratch.scores.shape[-1], scale * LOG2_E,
         **_dims(scratch), LENGTH=config.compress_block_size, STRIDE=config.compress_stride, WINDOW=config.window_size,
         CMP=cmp_rows, CMP_SPLITS=tiles.cmp, HAS_CMP=cmp > 0, HAS_SCORES=scratch.scores.shape[-1] > 0,
-        HAS_V_CMP="v_cmp" in buffers, WIN=win_rows, WIN_SPLITS=tiles.win, BR=tiles.rows, BN=tiles.keys, num_warps=WARPS,
+        HAS_V_CMP="v_cmp" in buffers, WIN=win_rows, WIN_SPLITS=tiles.win, BR=tiles.rows, BN=tiles.keys,
+        INNER=inner, num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -248,13 +250,13 @@ def _select(inputs: StepInputs, scratch: StepScratch, blocks: Tensor) -> None:
 def _attend_selected(inputs: StepInputs, scratch: StepScratch, blocks: Tensor) -> None:
     tiles, config, buffers = scratch.tiles, inputs.config, inputs.buffers
     queries, rows = scratch.batch * scratch.kv_heads * scratch.num_tokens, cdiv(scratch.group, tiles.group_rows)
-    pages, sizes = _pages(inputs, scratch, "slc")
+    (pages, sizes), (scale, inner) = _pages(inputs, scratch, "slc"), factors_of(inputs)
     step_attend.attend_selected[(tiles.slc, queries, rows)](
         scratch.q, scratch.tokens, blocks, buffers["k_slc"], buffers["v_slc"], scratch.part, scratch.top, scratch.total,
-        *pages, scratch.heads, scratch.num_tokens, scratch.first_split("slc"), inputs.scale * LOG2_E,
+        *pages, scratch.heads, scratch.num_tokens, scratch.first_split("slc"), scale * LOG2_E,
         **_dims(scratch), SLC=sizes, BLOCK=config.select_block_size, SELECTED=config.num_selected_blocks,
         PER_PROGRAM=cdiv(config.num_selected_blocks, tiles.slc), BR=tiles.group_rows, BN=tiles.block_keys,
-        num_warps=WARPS, num_stages=2,
+        INNER=inner, num_warps=WARPS, num_stages=2,
     )  # fmt: skip
 
 

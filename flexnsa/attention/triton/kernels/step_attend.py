@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from flexnsa.attention.triton.kernels.kernel import jit
-from flexnsa.attention.triton.kernels.visible import count_visible
+from flexnsa.attention.triton.kernels.visible import capped, count_visible
 
 
 @jit
@@ -81,7 +81,7 @@ def attend_dense(
     num_heads, num_tokens, score_width, scale_log2,
     HKV: tl.constexpr, G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr,
     WINDOW: tl.constexpr, CMP_SPLITS: tl.constexpr, WIN_SPLITS: tl.constexpr, HAS_CMP: tl.constexpr,
-    HAS_SCORES: tl.constexpr, HAS_V_CMP: tl.constexpr, CMP: tl.constexpr, WIN: tl.constexpr,
+    HAS_SCORES: tl.constexpr, HAS_V_CMP: tl.constexpr, CMP: tl.constexpr, WIN: tl.constexpr, INNER: tl.constexpr,
     BR: tl.constexpr, BN: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend to a split of the compressed tokens, whose scores are stored for the selection, or of the window.
@@ -116,7 +116,7 @@ def attend_dense(
                     cmp_table_ptr, cmp_width, key + skipped, inside, bh, cmp_size + 1, HKV, CMP[0]
                 )
                 k = load_states(k_cmp_ptr, page, place, inside, k_cmp_stride, CMP[1], DK, BDK)
-                s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
+                s = capped(tl.dot(q, tl.trans(k), input_precision=PRECISION), INNER, q.dtype) * scale_log2
                 s = tl.where(key[None, :] < visible[:, None], s, float("-inf"))
                 if HAS_SCORES:
                     tl.store(scores + key[None, :], s, mask=(r < num_rows)[:, None] & inside[None, :])
@@ -143,7 +143,7 @@ def attend_dense(
             shown = inside[None, :] & (holds[None, :] <= token[:, None]) & (holds[None, :] > token[:, None] - WINDOW)
             page, place = find_states(win_table_ptr, win_width, state, inside, bh, win_size + 1, HKV, WIN[0])
             k = load_states(k_win_ptr, page, place, inside, k_win_stride, WIN[1], DK, BDK)
-            s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
+            s = capped(tl.dot(q, tl.trans(k), input_precision=PRECISION), INNER, q.dtype) * scale_log2
             v = load_states(v_win_ptr, page, place, inside, v_win_stride, WIN[2], DV, BDV)
             top, total, acc = join(tl.where(shown, s, float("-inf")), v, top, total, acc, True, PRECISION)
     store_partial(
@@ -156,7 +156,7 @@ def attend_selected(
     q_ptr, tokens_ptr, blocks_ptr, k_ptr, v_ptr, part_ptr, top_ptr, total_ptr,
     table_ptr, width, slc_size, k_stride, v_stride, num_heads, num_tokens, first_split, scale_log2,
     HKV: tl.constexpr, G: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
-    SELECTED: tl.constexpr, PER_PROGRAM: tl.constexpr, SLC: tl.constexpr,
+    SELECTED: tl.constexpr, PER_PROGRAM: tl.constexpr, SLC: tl.constexpr, INNER: tl.constexpr,
     BR: tl.constexpr, BN: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend from one query, all heads of its group, to some of the blocks that it selected; ``SLC`` is as ``CMP``."""
@@ -182,7 +182,7 @@ def attend_selected(
         inside = (place_in_block < BLOCK) & (key >= 0) & (key <= token)
         page, place = find_states(table_ptr, width, key, inside, bh, slc_size + 1, HKV, SLC[0])
         k = load_states(k_ptr, page, place, inside, k_stride, SLC[1], DK, BDK)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale_log2
+        s = capped(tl.dot(q, tl.trans(k), input_precision=PRECISION), INNER, q.dtype) * scale_log2
         v = load_states(v_ptr, page, place, inside, v_stride, SLC[2], DV, BDV)
         top, total, acc = join(tl.where(inside[None, :], s, float("-inf")), v, top, total, acc, True, PRECISION)
     store_partial(

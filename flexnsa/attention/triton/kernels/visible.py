@@ -1,11 +1,14 @@
 # pyright: standard, reportGeneralTypeIssues=false
-"""The keys that queries see: their positions, compressed tokens, and the runs of keys that a tile of them shares."""
+"""The keys that queries see: positions, compressed tokens, the runs of keys that a tile shares, and capped scores."""
 
 from __future__ import annotations
 
 import triton.language as tl
+from triton import knobs
 
 from flexnsa.attention.triton.kernels.kernel import jit
+
+INTERPRETED: tl.constexpr = tl.constexpr(knobs.runtime.interpret)
 
 
 @jit
@@ -42,3 +45,27 @@ def runs(low, high, BN: tl.constexpr):
     rest = full + tl.maximum(tl.min(high) - full, 0) // BN * BN
     rest = tl.minimum(rest, tl.maximum(full, end))  # if no row has a key, high is meaningless
     return begin, full, rest, end
+
+
+@jit
+def capped(x, INNER: tl.constexpr, DTYPE: tl.constexpr):
+    """Return ``tanh(INNER * x)`` of products of numbers of a dtype; without a soft cap, where it is 0, the products.
+
+    The hardware's has a relative error of 2^-11. The exact one is Cephes' polynomial near 0, where ``1 - 1`` rounds.
+    """
+    if INNER != 0.0:
+        x *= INNER
+        if INTERPRETED or tl.float32 == DTYPE:
+            square = x * x
+            near = (-5.70498872745e-3 * square + 2.06390887954e-2) * square - 5.37397155531e-2
+            near = ((near * square + 1.33314422036e-1) * square - 3.33332819422e-1) * square * x + x
+            x = tl.where(square < 0.4, near, 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268)))
+        else:
+            x = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    return x
+
+
+@jit
+def through_cap(p, s, INNER: tl.constexpr):
+    """Return p times the derivative of the tanh ``s`` that :func:`capped` returned."""
+    return p * (1.0 - s * s) if INNER != 0.0 else p

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from flexnsa.attention.triton.kernels.gluon import async_load, barrier, gluon_jit
 from flexnsa.attention.triton.kernels.hopper.rows import copy_layout, copy_rows, product_layout, product_with
-from flexnsa.attention.triton.kernels.hopper.visible import count_visible
+from flexnsa.attention.triton.kernels.hopper.visible import capped, count_visible
 
 
 @gluon_jit(do_not_specialize=["first_row", "num_rows", "num_keys", "width"])
@@ -23,7 +23,7 @@ def hopper_importance(
     first_row, num_rows, num_keys, width, scale_log2,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, LENGTH: gl.constexpr, STRIDE: gl.constexpr,
     RATIO: gl.constexpr, OWN: gl.constexpr, PASSED: gl.constexpr, HAS_PASSED: gl.constexpr, BLOCK_T: gl.constexpr,
-    BLOCK_J: gl.constexpr, PLACES: gl.constexpr,
+    BLOCK_J: gl.constexpr, PLACES: gl.constexpr, INNER: gl.constexpr,
 ):  # fmt: skip
     """Score one tile of queries against one tile of blocks of one kv head, with ``PLACES`` keys of each in a piece."""
     pieces: gl.constexpr = RATIO // PLACES
@@ -78,8 +78,9 @@ def hopper_importance(
         for piece in gl.static_range(1, pieces):
             ahead = product_with(q, k_tiles.index(piece), mma)
             own, passed = _add(
-                own, passed, scores, lse_tiles.index(0), visible, scale_log2, piece - 1, PLACES, OWN, PASSED, True
-            )
+                own, passed, scores, lse_tiles.index(0), visible, scale_log2, piece - 1, PLACES, OWN, PASSED,
+                INNER, True,
+            )  # fmt: skip
             _hold(hold, own)
             scores = warpgroup_mma_wait(0, deps=[ahead])
 
@@ -109,14 +110,14 @@ def hopper_importance(
                     lse = lse_tiles.index((i if piece == 0 else i + 1) % 4)
                     own, passed = _add(
                         own, passed, scores, lse, visible, scale_log2, (piece + pieces - 1) % pieces, PLACES, OWN,
-                        PASSED, part == 0,
+                        PASSED, INNER, part == 0,
                     )  # fmt: skip
                     _hold(hold, own)
                     scores = warpgroup_mma_wait(0, deps=[ahead])
         async_copy.wait_group(0)
         own, passed = _add(
             own, passed, scores, lse_tiles.index((GROUP - 1) % 4), visible, scale_log2, pieces - 1, PLACES, OWN, PASSED,
-            True,
+            INNER, True,
         )  # fmt: skip
 
         cell = ((batch_head * num_rows + local_row) * width)[:, None] + block[None, :]
@@ -155,7 +156,7 @@ def _hold(hold, own):
 @gluon_jit
 def _add(
     own, passed, scores, lse, visible, scale_log2, PIECE: gl.constexpr, PLACES: gl.constexpr, OWN: gl.constexpr,
-    PASSED: gl.constexpr, MASKED: gl.constexpr,
+    PASSED: gl.constexpr, INNER: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Add the probabilities of the keys of a piece, in the order of their places in the blocks."""
     layout: gl.constexpr = own.type.layout
@@ -164,7 +165,7 @@ def _add(
     shift = lse.load(gl.SliceLayout(1, layout)) * -1.4426950408889634
     of_places = _split(scores, PLACES)
     for n in gl.static_range(PLACES):
-        score = gl.convert_layout(of_places[n], layout, assert_trivial=True)
+        score = capped(gl.convert_layout(of_places[n], layout, assert_trivial=True), INNER)
         p = gl.exp2(gl.fma(score, gl.full([T, J], scale_log2, gl.float32, layout), shift[:, None]))
         if MASKED:
             p = gl.where(visible > PIECE * PLACES + n, p, 0.0)

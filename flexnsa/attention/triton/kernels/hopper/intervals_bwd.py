@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from flexnsa.attention.triton.kernels.gluon import async_load, gluon_jit
 from flexnsa.attention.triton.kernels.hopper.rows import copy_rows, load_rows, product_layout, product_with, store_rows
-from flexnsa.attention.triton.kernels.hopper.visible import keys_of, place, queries_of
+from flexnsa.attention.triton.kernels.hopper.visible import capped, keys_of, place, queries_of, through_cap
 
 
 @gluon_jit(do_not_specialize=["p_sb", "num_heads", "num_queries", "num_keys"])
@@ -20,7 +20,8 @@ def hopper_backward_queries(
     q_sb, q_sh, q_st, k_sb, k_sh, k_st, v_sb, v_sh, v_st, s_sn, d_sb, d_sh, d_st, g_sb, g_sh, g_st,
     num_heads, num_queries, num_keys, scale,
     G: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, LENGTH: gl.constexpr, STRIDE: gl.constexpr,
-    WINDOW: gl.constexpr, HAS_POSITIONS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BUFFERS: gl.constexpr,
+    WINDOW: gl.constexpr, HAS_POSITIONS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, INNER: gl.constexpr,
+    BUFFERS: gl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of a query tile."""
     tile, bh = place(True, WINDOW)
@@ -30,7 +31,7 @@ def hopper_backward_queries(
     dq = gradient_of_queries(
         q_ptr + b * q_sb + h * q_sh, k_ptr + b * k_sb + (h // G) * k_sh, v_ptr + b * v_sb + (h // G) * v_sh, where,
         stats_ptr + bh * num_queries, do_ptr + b * d_sb + h * d_sh, tile * BM, q_st, k_st, v_st, s_sn, d_st,
-        num_queries, num_keys, scale, DK, DV, LENGTH, STRIDE, WINDOW, BM, BN, BUFFERS,
+        num_queries, num_keys, scale, DK, DV, LENGTH, STRIDE, WINDOW, BM, BN, INNER, BUFFERS,
     )  # fmt: skip
     store_rows(dq_ptr + b * g_sb + h * g_sh, tile * BM, num_queries, g_st, dq, DK)
 
@@ -39,7 +40,7 @@ def hopper_backward_queries(
 def gradient_of_queries(
     q_ptr, k_ptr, v_ptr, where, stats_ptr, do_ptr, row0, q_st, k_st, v_st, s_sn, d_st, num_queries, num_keys, scale,
     DK: gl.constexpr, DV: gl.constexpr, LENGTH: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, BUFFERS: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, INNER: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
     """Return the gradient of the queries from ``row0`` on; dP runs while the exponentials do."""
     dtype: gl.constexpr = q_ptr.dtype.element_ty
@@ -65,6 +66,7 @@ def gradient_of_queries(
     do = load_rows(do_ptr, row0, num_queries, d_st, DV)
     row = row0 + gl.arange(0, BM, of_rows)
     qk_scale = scale * 1.4426950408889634
+    scale = scale * INNER if INNER != 0.0 else scale
     stats_ptr += row
     shift = gl.load(stats_ptr, mask=row < num_queries, other=0.0) * qk_scale
     delta = gl.load(stats_ptr + s_sn, mask=row < num_queries, other=0.0)
@@ -86,11 +88,12 @@ def gradient_of_queries(
             copy_rows(k_tiles.index(ahead % BUFFERS), k_ptr, begin + ahead * BN, end, k_st, DK)
             copy_rows(v_tiles.index(ahead % BUFFERS), v_ptr, begin + ahead * BN, end, v_st, DV)
         async_copy.commit_group()
-        s = warpgroup_mma_wait(1, deps=[s])
+        s = capped(warpgroup_mma_wait(1, deps=[s]), INNER)
         p = gl.exp2(s * qk_scale + shift[:, None])
         if (key0 < full) | (key0 + BN > rest):
             at = (key0 - low)[:, None] + column[None, :]
             p = gl.where(at.to(gl.uint32) < seen[:, None], p, 0.0)
+        p = through_cap(p, s, INNER)
         dp = warpgroup_mma_wait(0, deps=[dp])
         ds = gl.convert_layout((p * (dp + delta[:, None])).to(dtype), gl.DotOperandLayout(0, mma_q, 2))
         dq = warpgroup_mma(ds, k, dq, is_async=True)
@@ -106,7 +109,7 @@ def hopper_backward_keys(
     gk_sb, gk_sh, gk_st, gv_sb, gv_sh, gv_st, num_sums, num_queries, num_keys, scale,
     G: gl.constexpr, HEADS: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, LENGTH: gl.constexpr,
     STRIDE: gl.constexpr, WINDOW: gl.constexpr, HAS_POSITIONS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
-    BUFFERS: gl.constexpr, LATE: gl.constexpr,
+    BUFFERS: gl.constexpr, INNER: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
     """Sum the gradients of a tile of keys and values over ``HEADS`` heads of the group.
 
@@ -163,6 +166,7 @@ def hopper_backward_keys(
     dk = gl.zeros([BN, DK], gl.float32, mma_k)
     dv = gl.zeros([BN, DV], gl.float32, mma_v)
     qk_scale = scale * 1.4426950408889634
+    scale = scale * INNER if INNER != 0.0 else scale
     # The first query that sees a key; keys past the end are not stored, so they may be seen.
     if not HAS_POSITIONS:
         begin = (key0 + gl.arange(0, BN, gl.SliceLayout(1, mma_s))) * STRIDE + LENGTH - 1
@@ -189,7 +193,7 @@ def hopper_backward_keys(
                 row0, end, num_queries, q_sh, q_st, d_sh, d_st, s_sn,
             )  # fmt: skip
         shift = stat.slice(0, BM).load(of_rows) * qk_scale
-        s = warpgroup_mma_wait(1, deps=[s])
+        s = capped(warpgroup_mma_wait(1, deps=[s]), INNER)
         p = gl.exp2(s * qk_scale + shift[None, :])
         # Rows past the end need no mask: their q and do are 0.
         if (first < whole) | (first + BM > partial):
@@ -197,6 +201,7 @@ def hopper_backward_keys(
             p = gl.where((age.to(gl.uint32) < span) if HAS_POSITIONS or WINDOW > 0 else (age >= 0), p, 0.0)
         p_low = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, mma_v, 2))
         dv = warpgroup_mma(p_low, do, dv, is_async=True)
+        p = through_cap(p, s, INNER)
         # Not where dP begins: the assembler would wait for S before it writes registers of the next product.
         delta = stat.slice(BM, BM).load(of_rows)
         dp = warpgroup_mma_wait(1, deps=[dp]) + delta[None, :]

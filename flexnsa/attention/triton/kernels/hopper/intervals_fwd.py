@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from flexnsa.attention.triton.kernels.gluon import barrier, gluon_jit
 from flexnsa.attention.triton.kernels.hopper.rows import copy_rows, product_layout, product_with, store_rows
-from flexnsa.attention.triton.kernels.hopper.visible import keys_of, place
+from flexnsa.attention.triton.kernels.hopper.visible import capped, keys_of, place
 
 
 @gluon_jit(do_not_specialize=["p_sb", "num_heads", "num_queries", "num_keys"])
@@ -19,7 +19,7 @@ def hopper_forward(
     q_sb, q_sh, q_st, k_sb, k_sh, k_st, v_sb, v_sh, v_st, o_sb, o_sh, o_st,
     num_heads, num_queries, num_keys, qk_scale,
     G: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, LENGTH: gl.constexpr, STRIDE: gl.constexpr,
-    WINDOW: gl.constexpr, HAS_POSITIONS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    WINDOW: gl.constexpr, HAS_POSITIONS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, INNER: gl.constexpr,
 ):  # fmt: skip
     """Compute the output and the natural log-sum-exp of a query tile."""
     tile, bh = place(True, WINDOW)
@@ -28,7 +28,7 @@ def hopper_forward(
     where = (token_ptr, start_ptr, first_ptr, (b * p_sb).to(gl.int32)) if HAS_POSITIONS else None
     out, lse = attend_to_keys(
         q_ptr + b * q_sb + h * q_sh, k_ptr + b * k_sb + (h // G) * k_sh, v_ptr + b * v_sb + (h // G) * v_sh, where,
-        tile * BM, q_st, k_st, v_st, num_queries, num_keys, qk_scale, DK, DV, LENGTH, STRIDE, WINDOW, BM, BN,
+        tile * BM, q_st, k_st, v_st, num_queries, num_keys, qk_scale, DK, DV, LENGTH, STRIDE, WINDOW, BM, BN, INNER,
     )  # fmt: skip
     row = tile * BM + gl.arange(0, BM, lse.type.layout)
     gl.store(lse_ptr + bh * num_queries + row, lse, mask=row < num_queries)
@@ -39,7 +39,7 @@ def hopper_forward(
 def attend_to_keys(
     q_ptr, k_ptr, v_ptr, where, row0, q_st, k_st, v_st, num_queries, num_keys, qk_scale,
     DK: gl.constexpr, DV: gl.constexpr, LENGTH: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, INNER: gl.constexpr,
 ):  # fmt: skip
     """Return the output and the natural log-sum-exp of the queries from ``row0`` on. There is one at least.
 
@@ -93,7 +93,7 @@ def attend_to_keys(
     barrier()
     fence_async_shared()
     s = product_with(q_tile, k_tiles.index(0), mma_s)
-    s = warpgroup_mma_wait(0, deps=[s])
+    s = capped(warpgroup_mma_wait(0, deps=[s]), INNER)
     s = _mask(s, low, high, gl.where(after > 0, rest, shifted))
     p, decay, top, total = _softmax(s, top, 0.0, qk_scale)
 
@@ -116,7 +116,7 @@ def attend_to_keys(
             copy_rows(k_tiles.index((i + 1) % 2), k_ptr, key_k, end_k, k_st, DK)
             copy_rows(v_tiles.index(i % 2), v_ptr, key_v, end_v, v_st, DV)
             async_copy.commit_group()
-            s = warpgroup_mma_wait(1, deps=[s])
+            s = capped(warpgroup_mma_wait(1, deps=[s]), INNER)
             if part == 0:
                 s = _mask(s, low, high, gl.where(i < after, rest, shifted) + i * BN)
             p, decay, top, total = _softmax(s, top, total, qk_scale)

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from flexnsa.attention.triton.kernels.gluon import async_load, barrier, gluon_jit
 from flexnsa.attention.triton.kernels.hopper.rows import copy_gathered, load_rows, product_layout, store_layout
-from flexnsa.attention.triton.kernels.hopper.visible import count_masked, first_key, keys_of_pair
+from flexnsa.attention.triton.kernels.hopper.visible import capped, count_masked, first_key, keys_of_pair, through_cap
 
 
 @gluon_jit(
@@ -29,7 +29,7 @@ def hopper_backward_parts(
     q_sb, q_sh, q_sg, q_st, k_sb, k_sh, k_st, v_sb, v_sh, v_st, d_sb, d_sh, d_sg, d_st,
     kv_heads, num_queries, num_keys, chunk, index, num_chunks, num_replicas, num_shared, parity, scale, qk_scale,
     n: gl.constexpr, G: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, SIZE: gl.constexpr,
-    HAS_POSITIONS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, DQ: gl.constexpr,
+    HAS_POSITIONS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, INNER: gl.constexpr, DQ: gl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv of one replica, and the contribution of its keys to dq of its pairs, ``DQ`` columns at a time.
 
@@ -114,7 +114,9 @@ def hopper_backward_parts(
                 q_ptr, do_ptr, stats_ptr, q_at, do_at, pair, head, n, G, DK, DV,
             )  # fmt: skip
             s = warpgroup_mma_wait(1, deps=[s])
-            p = gl.exp2(s * qk_scale)
+            start = lse_of.index(now).load(gl.SliceLayout(0, mma_s))[None, :]
+            s = capped(s - start if INNER != 0.0 else s, INNER)
+            p = gl.exp2((s + start if INNER != 0.0 else s) * qk_scale)
             if i * QUERIES < masked:
                 if where is None:
                     t = t0 + dq_at.index(i % 4).load(gl.SliceLayout(0, mma_s)) // (n * G)
@@ -127,6 +129,7 @@ def hopper_backward_parts(
                 p = gl.where(key[:, None] <= t[None, :], p, 0.0)
             p_low = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, mma_v, 2))
             dv = warpgroup_mma(p_low, do, dv, is_async=True)
+            p = through_cap(p, s, INNER)
             dp = warpgroup_mma_wait(1, deps=[dp])
             ds = (p * dp).to(dtype)
             ds_tile.store(ds)

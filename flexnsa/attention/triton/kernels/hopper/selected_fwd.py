@@ -23,7 +23,7 @@ from flexnsa.attention.triton.kernels.hopper.rows import (
     product_with,
     store_layout,
 )
-from flexnsa.attention.triton.kernels.hopper.visible import count_masked, first_key, keys_of_pair
+from flexnsa.attention.triton.kernels.hopper.visible import capped, count_masked, first_key, keys_of_pair
 
 
 @gluon_jit(
@@ -34,7 +34,8 @@ def hopper_forward_parts(
     q_sb, q_sh, q_sg, q_st, k_sb, k_sh, k_st, v_sb, v_sh, v_st,
     kv_heads, num_queries, num_keys, chunk, index, num_chunks, num_replicas, qk_scale,
     n: gl.constexpr, G: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, SIZE: gl.constexpr,
-    HAS_POSITIONS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, PIECE: gl.constexpr, PIECES: gl.constexpr,
+    HAS_POSITIONS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, INNER: gl.constexpr, PIECE: gl.constexpr,
+    PIECES: gl.constexpr,
 ):  # fmt: skip
     """Attend from some queries of a replica to its keys only: the normalised output and the base-2 log-sum-exp.
 
@@ -91,7 +92,8 @@ def hopper_forward_parts(
             for i in range(0 if part == 0 else masked, masked if part == 0 else tiles):
                 s, row, next_row, pair, head = _tile(
                     i, s, row, next_row, pair, head, q_tiles, k_tile, v_tile, q_ptr, order_ptr, po_ptr, pl_ptr,
-                    r, key, tiles, last, q_sg, q_st, t0, where, qk_scale, part == 0, n, G, DK, DV, SIZE, BM, mma_s,
+                    r, key, tiles, last, q_sg, q_st, t0, where, qk_scale, part == 0, n, G, DK, DV, SIZE, BM, INNER,
+                    mma_s,
                 )  # fmt: skip
         async_copy.wait_group(0)
 
@@ -100,7 +102,7 @@ def hopper_forward_parts(
 def _tile(
     i, s, row, next_row, pair, head, q_tiles, k_tile, v_tile, q_ptr, order_ptr, po_ptr, pl_ptr,
     r, key, tiles, last, q_sg, q_st, t0, where, qk_scale, MASKED: gl.constexpr, n: gl.constexpr, G: gl.constexpr,
-    DK: gl.constexpr, DV: gl.constexpr, SIZE: gl.constexpr, BM: gl.constexpr, mma_s: gl.constexpr,
+    DK: gl.constexpr, DV: gl.constexpr, SIZE: gl.constexpr, BM: gl.constexpr, INNER: gl.constexpr, mma_s: gl.constexpr,
 ):  # fmt: skip
     """Compute tile ``i``, whose S is there; return what the next tile needs. After the last tile S is useless.
 
@@ -109,6 +111,7 @@ def _tile(
     mma_o: gl.constexpr = product_layout(DV)
     of_s: gl.constexpr = gl.SliceLayout(1, mma_s)
     of_o: gl.constexpr = gl.SliceLayout(1, mma_o)
+    s = capped(s, INNER)
     if MASKED:
         if where is None:
             t = t0 + gl.convert_layout(row, of_s) // (n * G)

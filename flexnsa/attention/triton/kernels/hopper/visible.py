@@ -75,6 +75,20 @@ def count_visible(row, LENGTH: gl.constexpr, STRIDE: gl.constexpr):
 
 
 @gluon_jit
+def capped(x, INNER: gl.constexpr):
+    """Return ``tanh(INNER * x)`` of products, or without a soft cap these, as ``capped`` of ``kernels/visible.py``."""
+    if INNER != 0.0:
+        x = gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x * INNER], gl.float32, True, 1)
+    return x
+
+
+@gluon_jit
+def through_cap(p, s, INNER: gl.constexpr):
+    """Return p times the derivative of the tanh ``s`` that :func:`capped` returned."""
+    return p * (1.0 - s * s) if INNER != 0.0 else p
+
+
+@gluon_jit
 def first_key(tile_id, order_ptr, where, n: gl.constexpr, SIZE: gl.constexpr):
     """Return where a key tile begins, which may be before key 0; ``order_ptr`` is one of its pairs."""
     first = tile_id * SIZE

@@ -24,8 +24,8 @@ def hopper_combine(
     q_sb, q_sh, q_st, k_sb, k_sh, k_st, v_sb, v_sh, v_st, o_sb, o_sh, o_st, s_sb, s_sh, s_st, gates_of_branch,
     kv_heads, num_queries, num_keys, chunk, index, qk_scale,
     n: gl.constexpr, G: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, SIZE: gl.constexpr,
-    HAS_POSITIONS: gl.constexpr, WINDOW: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, SLOTS: gl.constexpr,
-    KEEP: gl.constexpr,
+    HAS_POSITIONS: gl.constexpr, WINDOW: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, INNER: gl.constexpr,
+    SLOTS: gl.constexpr, KEEP: gl.constexpr,
 ):  # fmt: skip
     """Attend to the window, join partial outputs of the selected branch, and add up the three branches."""
     dtype: gl.constexpr = q_ptr.dtype.element_ty
@@ -36,7 +36,7 @@ def hopper_combine(
     where = (token_ptr, start_ptr, start_ptr, (b * p_sb).to(gl.int32)) if HAS_POSITIONS else None
     win, win_lse = attend_to_keys(
         q_ptr + b * q_sb + (h * G + g) * q_sh, k_ptr + b * k_sb + h * k_sh, v_ptr + b * v_sb + h * v_sh, where,
-        row0, q_st, k_st, v_st, num_queries, num_keys, qk_scale, DK, DV, 1, 1, WINDOW, BM, BN,
+        row0, q_st, k_st, v_st, num_queries, num_keys, qk_scale, DK, DV, 1, 1, WINDOW, BM, BN, INNER,
     )  # fmt: skip
     t = row0 + gl.arange(0, BM, of_rows)
     inside = t < num_queries
@@ -95,8 +95,8 @@ def hopper_sum_slots(
     q_sb, q_sh, q_st, k_sb, k_sh, k_st, v_sb, v_sh, v_st, s_sn, d_sb, d_sh, d_st, g_sb, g_sh, g_st,
     kv_heads, num_queries, num_keys, chunk, index, scale,
     n: gl.constexpr, G: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, SIZE: gl.constexpr,
-    HAS_POSITIONS: gl.constexpr, WINDOW: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BUFFERS: gl.constexpr,
-    SLOTS: gl.constexpr,
+    HAS_POSITIONS: gl.constexpr, WINDOW: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, INNER: gl.constexpr,
+    BUFFERS: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of queries from the window, and add that of the slots and that of the compressed branch."""
     layout: gl.constexpr = store_layout(DK, gl.num_warps())
@@ -106,7 +106,7 @@ def hopper_sum_slots(
     win = gradient_of_queries(
         q_ptr + b * q_sb + (h * G + g) * q_sh, k_ptr + b * k_sb + h * k_sh, v_ptr + b * v_sb + h * v_sh, where,
         stats_ptr + (bh * G + g) * num_queries, do_ptr + b * d_sb + (h * G + g) * d_sh, row0, q_st, k_st, v_st, s_sn,
-        d_st, num_queries, num_keys, scale, DK, DV, 1, 1, WINDOW, BM, BN, BUFFERS,
+        d_st, num_queries, num_keys, scale, DK, DV, 1, 1, WINDOW, BM, BN, INNER, BUFFERS,
     )  # fmt: skip
     dq = gl.convert_layout(win, layout)
     t = row0 + gl.arange(0, BM, gl.SliceLayout(1, layout))
