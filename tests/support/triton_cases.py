@@ -319,4 +319,4 @@ CAPPED = (
     *("g1-block-less-one", "window-of-parts-of-a-group", "gated", "gated-documents", "gated-negative-scale", "hopper"),
     *("hopper-128", "hopper-without-window", "hopper-window"),
 )
-CASES |= {f"{name}-capped": replace(CASES[name], mod=soft_cap(1.5)) for name in CAPPED}
+CASES |= {f"{name}-capped": replace(CASES[name], mod=soft_cap(300.0 if name == "window" else 1.5)) for name in CAPPED}
