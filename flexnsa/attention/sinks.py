@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from flexnsa.attention.interface import BranchOutput, Call, Compressed, Implementation, no_gated_sum
+from flexnsa.attention.interface import BranchOutput, Compressed, Implementation, no_gated_sum
 
 
 def with_sinks(implementation: Implementation, sinks: Tensor | None) -> Implementation:
@@ -18,19 +20,11 @@ def with_sinks(implementation: Implementation, sinks: Tensor | None) -> Implemen
     if sinks is None:
         return implementation
 
-    def compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Compressed:
-        attended = implementation.compressed(q, k_cmp, v_cmp, call)
+    def shared(branch: Callable[..., BranchOutput | Compressed], *args: object) -> BranchOutput | Compressed:
+        attended = branch(*args)
         return attended._replace(out=_share(attended, sinks))
 
-    def selected(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> BranchOutput:
-        attended = implementation.selected(q, k, v, block_indices, call)
-        return attended._replace(out=_share(attended, sinks))
-
-    def window(q: Tensor, k: Tensor, v: Tensor, call: Call) -> BranchOutput:
-        attended = implementation.window(q, k, v, call)
-        return attended._replace(out=_share(attended, sinks))
-
-    branches = {"compressed": compressed, "selected": selected, "window": window}
+    branches = {name: partial(shared, getattr(implementation, name)) for name in ("compressed", "selected", "window")}
     return replace(implementation, **branches, gated_sum=no_gated_sum, step=None)
 
 
