@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from flexnsa.attention.interface import BranchOutput, given
+from flexnsa.attention.interface import BranchOutput
 from flexnsa.attention.plan import LEAST_BLOCK
 from flexnsa.attention.tiles.device import Device, device_of
 from flexnsa.attention.tiles.flex import KernelOptions, dense_tiles
@@ -161,23 +161,13 @@ def _fit_to_kernels(
             options |= {"SPARSE_Q_BLOCK_SIZE": block_size[0], "SPARSE_KV_BLOCK_SIZE": block_size[1]}
             block_size = (DENSE_TILE, DENSE_TILE)
 
-    def stored_on_gpu(table: Tensor | None) -> Tensor | None:
+    def stored_on_gpu(table: Any) -> Any:
         return stored(table) if table is not None and device.type == "cuda" else table
 
-    fitted = BlockMask(
-        lengths,
-        given(stored_on_gpu(mask.kv_num_blocks)),
-        given(stored_on_gpu(kv_indices)),
-        stored_on_gpu(mask.full_kv_num_blocks),
-        stored_on_gpu(full_kv_indices),
-        stored_on_gpu(mask.q_num_blocks),
-        stored_on_gpu(mask.q_indices),
-        stored_on_gpu(mask.full_q_num_blocks),
-        stored_on_gpu(mask.full_q_indices),
-        block_size,
-        mask.mask_mod,
-    )
-    return fitted, options
+    of_rows = mask.kv_num_blocks, kv_indices, mask.full_kv_num_blocks, full_kv_indices
+    of_columns = mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices
+    tables = map(stored_on_gpu, of_rows + of_columns)
+    return BlockMask(lengths, *tables, BLOCK_SIZE=block_size, mask_mod=mask.mask_mod), options
 
 
 def rows_of_query(q: Tensor, k: Tensor) -> int:
