@@ -65,8 +65,7 @@ def select(q: Tensor, k_cmp: Tensor, call: Call, lse: Tensor | None, importance:
         return branches.select(q, k_cmp, call, lse, None)
     positions = positions_of(q, call.positions)
     if importance is None:
-        _, scored = _attend_and_score(q, k_cmp, None, positions.token, call.config.to_ints(), call.scale)
-        return top_blocks(scored, positions, config=call.config)
+        _, importance = _attend_and_score(q, k_cmp, None, positions.token, call.config.to_ints(), call.scale)
     return top_blocks(importance, positions, config=call.config)
 
 

@@ -8,7 +8,7 @@ scores are saved. Loops depend on data and operators take no functions, so nothi
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -20,9 +20,6 @@ from flexnsa.masks.intervals import Intervals
 from flexnsa.masks.positions import Positions, positions_of
 from flexnsa.masks.user_mods import apply_score_mod, query_positions, token_positions
 from flexnsa.operators.opaque import in_transform
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 INTERVAL_CHUNK = 256
 """Queries a chunk where neighbours share their keys."""
@@ -61,7 +58,7 @@ def attend_to_intervals(
         arguments = (q[:, :, queries], k[:, :, keys], v[:, :, keys], seen, query_positions(here))
         return _run(_attend, *arguments, key_positions(key, here), call)
 
-    return _uncompiled(_in_chunks)(chunk, q.shape[2], INTERVAL_CHUNK)
+    return _in_chunks(chunk, q.shape[2], INTERVAL_CHUNK)
 
 
 def attend_to_blocks(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> BranchOutput:
@@ -77,7 +74,7 @@ def attend_to_blocks(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, cal
         return _run(attend, q[:, :, queries], k, v, block_indices[:, :, queries], positions.at(queries))
 
     numbers = k.shape[0] * k.shape[1] * block_indices.shape[-1] * block_size * max(k.shape[-1], v.shape[-1])
-    return _uncompiled(_in_chunks)(chunk, q.shape[2], max(1, GATHERED_NUMBERS // numbers))
+    return _in_chunks(chunk, q.shape[2], max(1, GATHERED_NUMBERS // numbers))
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, query: Tensor, key: Tensor, call: Call) -> BranchOutput:
@@ -105,12 +102,6 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, query: Tensor, key
     return BranchOutput(out.flatten(1, 2).to(q.dtype), lse)
 
 
-def _uncompiled(function: Callable[P, T]) -> Callable[P, T]:
-    # Not as a decorator: that would import the compiler with the package.
-    reason = "with a mod, impl='sdpa' is not compiled; impl='flex' is"
-    return cast("Callable[P, T]", torch.compiler.disable(function, reason=reason))  # pyright: ignore[reportUnknownMemberType]
-
-
 def _run(attend: Callable[..., BranchOutput], *arguments: object) -> BranchOutput:
     if not torch.is_grad_enabled() or in_transform():
         return attend(*arguments)
@@ -118,5 +109,11 @@ def _run(attend: Callable[..., BranchOutput], *arguments: object) -> BranchOutpu
 
 
 def _in_chunks(chunk: Callable[[slice], BranchOutput], length: int, size: int) -> BranchOutput:
-    outs, lses = zip(*(chunk(slice(at, at + size)) for at in range(0, length, size)), strict=True)
-    return BranchOutput(torch.cat(outs, dim=2), torch.cat(lses, dim=2))
+    def joined() -> BranchOutput:
+        outs, lses = zip(*(chunk(slice(at, at + size)) for at in range(0, length, size)), strict=True)
+        return BranchOutput(torch.cat(outs, dim=2), torch.cat(lses, dim=2))
+
+    # Not as a decorator: that would import the compiler with the package.
+    reason = "with a mod, impl='sdpa' is not compiled; impl='flex' is"
+    run = torch.compiler.disable(joined, reason=reason)  # pyright: ignore[reportUnknownMemberType]
+    return cast("Callable[[], BranchOutput]", run)()

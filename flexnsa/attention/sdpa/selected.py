@@ -18,7 +18,7 @@ from torch import Tensor
 from flexnsa.attention.scoring import LOG2_E
 from flexnsa.attention.sdpa.chunks import IntervalInputs
 from flexnsa.attention.sdpa.interval import attend_to_intervals, differentiate_intervals, takes
-from flexnsa.attention.sdpa.selected_few import SelectedInputs, first_keys
+from flexnsa.attention.sdpa.selected_few import SelectedInputs
 from flexnsa.attention.threads import grouped, repeated, run_heads_in_threads
 from flexnsa.operators.opaque import opaque_operator
 from flexnsa.operators.results import empty_contiguous_gradients, empty_contiguous_outputs
@@ -44,7 +44,7 @@ class _Tile:
 
 def _tiles(block_indices: Tensor, token: Tensor, start: Tensor, num_keys: int, block_size: int) -> Iterator[_Tile]:
     """Sort a head's (block, query) pairs ``(T, n)`` by block; queries stay in order within a block."""
-    first = first_keys(block_indices, start[:, None], block_size)
+    first = block_indices * block_size + start[:, None]
     first = first.masked_fill((block_indices < 0) | (first > token[:, None]), num_keys)  # padding and the future last
     first, order = first.flatten().sort(stable=True)
     counted = cast("tuple[Tensor, Tensor]", first.unique_consecutive(return_counts=True))  # pyright: ignore[reportUnknownMemberType]
@@ -111,7 +111,7 @@ def _scores(q: Tensor, k: Tensor, tile: _Tile, token: Tensor, workspace: Tensor)
 
 def _references(q: Tensor, k: Tensor, block_indices: Tensor, start: Tensor, block_size: int) -> Tensor:
     """Return the score of each query ``(G, T, D)`` for the first key of its first block, ``(G, T)``."""
-    first = first_keys(block_indices[:, 0], start, block_size).clamp(0, len(k) - 1)
+    first = (block_indices[:, 0] * block_size + start).clamp(0, len(k) - 1)
     return torch.einsum("gtd,td->gt", q.to(k.dtype), k[first, : q.shape[-1]])
 
 

@@ -63,12 +63,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> t
 
 def selected_keys(block_indices: Tensor, token: Tensor, start: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
     """List the keys of the selected blocks and which of them the query sees, each ``(B, Hkv, T, n * l')``."""
-    first = first_keys(block_indices, start[:, None, :, None], block_size)
+    first = block_indices * block_size + start[:, None, :, None]
     key = first[..., None] + torch.arange(block_size, dtype=first.dtype, device=first.device)
     visible = (block_indices >= 0)[..., None] & (key <= token[:, None, :, None, None])
     return key.flatten(-2).long(), visible.flatten(-2)
-
-
-def first_keys(block_indices: Tensor, start: Tensor, block_size: int) -> Tensor:
-    """Return the first key of each block."""
-    return block_indices * block_size + start
