@@ -20,20 +20,10 @@ def few_rows(
     """
     tile = tl.program_id(0)
     w_ptr, first, size, column = w0, 0, SIZE[0], COLUMN[0]
-    if tile >= FIRST[1]:
-        w_ptr, first, size, column = w1, FIRST[1], SIZE[1], COLUMN[1]
-    if tile >= FIRST[2]:
-        w_ptr, first, size, column = w2, FIRST[2], SIZE[2], COLUMN[2]
-    if tile >= FIRST[3]:
-        w_ptr, first, size, column = w3, FIRST[3], SIZE[3], COLUMN[3]
-    if tile >= FIRST[4]:
-        w_ptr, first, size, column = w4, FIRST[4], SIZE[4], COLUMN[4]
-    if tile >= FIRST[5]:
-        w_ptr, first, size, column = w5, FIRST[5], SIZE[5], COLUMN[5]
-    if tile >= FIRST[6]:
-        w_ptr, first, size, column = w6, FIRST[6], SIZE[6], COLUMN[6]
-    if tile >= FIRST[7]:
-        w_ptr, first, size, column = w7, FIRST[7], SIZE[7], COLUMN[7]
+    others = (w1, w2, w3, w4, w5, w6, w7)
+    for i in tl.static_range(1, 8):  # pyright: ignore[reportGeneralTypeIssues]
+        if tile >= FIRST[i]:
+            w_ptr, first, size, column = others[i - 1], FIRST[i], SIZE[i], COLUMN[i]
     n = (tile - first) * BN + tl.arange(0, BN)
     m = tl.program_id(1) * BM + tl.arange(0, BM)
     k = tl.arange(0, BK)

@@ -31,7 +31,6 @@ class Compiled(Protocol):
     @property
     def run(self) -> object:
         """What launches it; the first read builds that, and loads the kernel on the current GPU."""
-        ...
 
     def __getitem__(self, grid: Grid, /) -> Callable[..., object]: ...
 

@@ -32,7 +32,7 @@ def stats_of_rows(
     grid, sizes, shape = _launch(out, kv_heads)
     row_stats[grid](
         grad_out, out, lse, lse if grad_lse is None else grad_lse.contiguous(), stats,
-        *strides_of_groups(grad_out, kv_heads), *strides_of_groups(out, kv_heads), *_strides(stats), *sizes, scale,
+        *strides_of_groups(grad_out, kv_heads), *strides_of_groups(out, kv_heads), *stats.stride(), *sizes, scale,
         **shape, HAS_GRAD_LSE=grad_lse is not None,
     )  # fmt: skip
     return stats
@@ -62,7 +62,7 @@ def stats_of_gated(
     gated_stats[grid](
         grad_out, *three, *lses, gates, grad_gates, *stats,
         *strides_of_groups(grad_out, kv_heads), *(x for out in three for x in strides_of_groups(out, kv_heads)),
-        *_strides(stats[0]), *_strides(stats[1]), *sizes, gates[0].numel(), scale, **shape, BRANCHES=len(outs),
+        *stats[0].stride(), *stats[1].stride(), *sizes, gates[0].numel(), scale, **shape, BRANCHES=len(outs),
         FROM_SUM=from_sum,
     )  # fmt: skip
     return grad_gates, *stats
@@ -82,12 +82,6 @@ def _empty_stats(out: Tensor, kv_heads: int, *, gathered: bool) -> Tensor:
     return out.new_empty(2, batch, kv_heads, group, length, dtype=torch.float32).permute(1, 2, 4, 3, 0)
 
 
-def _strides(stats: Tensor) -> tuple[int, ...]:
-    """Return the strides of the batch, the key head, the head in its group, the query, and the second number."""
-    b, h, t, g, number = stats.stride()
-    return b, h, g, t, number
-
-
 def _launch(out: Tensor, kv_heads: int) -> tuple[tuple[int, int], tuple[int, int], dict[str, int]]:
     batch, heads, length, dim = out.shape
     group = heads // kv_heads
@@ -98,7 +92,7 @@ def _launch(out: Tensor, kv_heads: int) -> tuple[tuple[int, int], tuple[int, int
 @jit(do_not_specialize=["kv_heads", "num_queries"])
 def row_stats(
     do_ptr, out_ptr, lse_ptr, dlse_ptr, stats_ptr, d_sb, d_sh, d_sg, d_st, o_sb, o_sh, o_sg, o_st,
-    s_sb, s_sh, s_sg, s_st, s_sn, kv_heads, num_queries, scale,
+    s_sb, s_sh, s_st, s_sg, s_sn, kv_heads, num_queries, scale,
     G: tl.constexpr, DV: tl.constexpr, BR: tl.constexpr, BDV: tl.constexpr, HAS_GRAD_LSE: tl.constexpr,
 ):  # fmt: skip
     """Store (-lse / scale, dlse - sum(do * out)): what backward adds to products of q and k, and of do and v."""
@@ -119,7 +113,7 @@ def row_stats(
 def gated_stats(
     do_ptr, cmp_ptr, slc_ptr, win_ptr, cmp_lse_ptr, slc_lse_ptr, win_lse_ptr, gate_ptr, dgate_ptr,
     cmp_stats_ptr, slc_stats_ptr, win_stats_ptr, d_sb, d_sh, d_sg, d_st, c_sb, c_sh, c_sg, c_st,
-    s_sb, s_sh, s_sg, s_st, w_sb, w_sh, w_sg, w_st, i_sb, i_sh, i_sg, i_st, i_sn, r_sb, r_sh, r_sg, r_st, r_sn,
+    s_sb, s_sh, s_sg, s_st, w_sb, w_sh, w_sg, w_st, i_sb, i_sh, i_st, i_sg, i_sn, r_sb, r_sh, r_st, r_sg, r_sn,
     kv_heads, num_queries, gates_of_branch, scale,
     G: tl.constexpr, DV: tl.constexpr, BR: tl.constexpr, BDV: tl.constexpr, BRANCHES: tl.constexpr,
     FROM_SUM: tl.constexpr,

@@ -86,14 +86,6 @@ def score_tile(
     return scores
 
 
-@jit
-def store(row_ptrs, scores, first_block, visible, is_row, width, STEP: tl.constexpr, BJ: tl.constexpr):
-    """Store scores of the blocks that have a visible key."""
-    block = first_block + tl.arange(0, BJ)[None, :]
-    seen = (block * STEP < visible[:, None]) & (block < width)
-    tl.store(row_ptrs + block, scores, mask=seen & is_row[:, None])
-
-
 @jit(do_not_specialize=["first_row", "num_rows", "num_keys", "width", "key_tiles"])
 def product_scores_kernel(
     q_ptr, k_ptr, token_ptr, start_ptr, first_key_ptr, position_stride_b, score_ptr,
@@ -130,18 +122,16 @@ def product_scores_kernel(
     while document <= last_document:
         visible_here = tl.where(first_key == document, visible, 0)
         num_whole = tl.maximum(tl.min(visible_here) - first_block * STEP, 0) // (BJ * STEP)
-        for tile in range(tl.minimum(num_whole, num_tiles)):
-            block = first_block + tile * BJ
-            scores = score_tile(
-                q_ptrs, k_ptrs, q_stride_h, k_stride_n, block, document, visible_here, num_keys,
-                HEADS, ADDED, HEAD_DIM, STEP, BT, BJ, BW, False,
-            )  # fmt: skip
-            store(score_ptr + cell, scores, block, visible_here, local_row < num_rows, width, STEP, BJ)
-        for tile in range(num_whole, num_tiles):
-            block = first_block + tile * BJ
-            scores = score_tile(
-                q_ptrs, k_ptrs, q_stride_h, k_stride_n, block, document, visible_here, num_keys,
-                HEADS, ADDED, HEAD_DIM, STEP, BT, BJ, BW, True,
-            )  # fmt: skip
-            store(score_ptr + cell, scores, block, visible_here, local_row < num_rows, width, STEP, BJ)
+        for masked in tl.static_range(2):
+            first = num_whole if masked else 0
+            last = num_tiles if masked else tl.minimum(num_whole, num_tiles)
+            for tile in range(first, last):
+                first_of_tile = first_block + tile * BJ
+                scores = score_tile(
+                    q_ptrs, k_ptrs, q_stride_h, k_stride_n, first_of_tile, document, visible_here, num_keys,
+                    HEADS, ADDED, HEAD_DIM, STEP, BT, BJ, BW, masked,
+                )  # fmt: skip
+                block = first_of_tile + tl.arange(0, BJ)[None, :]
+                seen = (block * STEP < visible_here[:, None]) & (block < width)
+                tl.store(score_ptr + cell + block, scores, mask=seen & (local_row < num_rows)[:, None])
         document = tl.min(tl.where(first_key > document, first_key, 2147483647))

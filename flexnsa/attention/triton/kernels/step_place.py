@@ -92,12 +92,10 @@ def place(
         if HAS_SLC:
             if part == 2:
                 rotate(k_slc_ptr + row * ks_st + kv * DK, k_slc_cache_ptr + full * DK, cos, sin, DK, HALF)
-        if HAS_SLC:
             if part == 3:
                 copy(v_slc_ptr + row * vs_st + kv * DV, v_slc_cache_ptr + full * DV, DV, BDV)
         if HAS_WIN:
             if part == 4:
                 rotate(k_win_ptr + row * kw_st + kv * DK, k_win_cache_ptr + ring * DK, cos, sin, DK, HALF)
-        if HAS_WIN:
             if part == 5:
                 copy(v_win_ptr + row * vw_st + kv * DV, v_win_cache_ptr + ring * DV, DV, BDV)
