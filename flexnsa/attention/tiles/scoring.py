@@ -9,9 +9,6 @@ import torch
 
 from flexnsa.attention.tiles.device import HOPPER, Device, Tiles, first_that_fits, padded
 
-MOST_KEYS = 256
-"""Keys of a tile of the importance kernel in 16 bits, at most, if 16 blocks have no more."""
-
 
 @cache
 def importance_tiles(device: Device, dtype: torch.dtype, head_dim: int, keys_of_block: int) -> Tiles:
@@ -22,7 +19,7 @@ def importance_tiles(device: Device, dtype: torch.dtype, head_dim: int, keys_of_
     """
     candidates = [Tiles(32, 16, 4, 2), Tiles(16, 16, 4, 1), Tiles(16, 8, 4, 1)]
     if dtype != torch.float32 and head_dim <= 128:
-        widths = [blocks for blocks in (64, 32, 16) if blocks * keys_of_block <= MOST_KEYS or blocks == 16]
+        widths = [blocks for blocks in (64, 32, 16) if blocks * keys_of_block <= 256 or blocks == 16]
         # This limit spills registers, but lets a multiprocessor of Hopper run four programs: 0.31 ms instead of 0.35.
         limit = 128 if device.generation == HOPPER and head_dim <= 64 and keys_of_block == 8 else None
         candidates = [*(Tiles(64, blocks, 4, 1, limit) for blocks in widths), *candidates]

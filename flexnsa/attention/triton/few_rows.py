@@ -12,11 +12,8 @@ from flexnsa.attention.tiles.device import cdiv, padded
 from flexnsa.attention.triton.arguments import precision, require_device
 from flexnsa.operators.opaque import opaque_operator
 
-MOST_WEIGHTS = 8
 MOST_ROWS = 64
 """Rows per program. With more rows the weights are read again."""
-COLUMNS = 16
-"""Columns per program: few, to have programs for every multiprocessor; twice as many if all rows fit 16."""
 
 
 @opaque_operator("few_rows_triton")
@@ -32,9 +29,9 @@ def multiply_few_rows(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
     (rows, dim), total = x.shape, out.shape[1]
     sizes = [weight.shape[0] for weight in weights]
     block = min(padded(rows), MOST_ROWS)
-    width = COLUMNS * (2 if block == 16 else 1)
+    width = 32 if block == 16 else 16  # columns per program: few, to have programs for every multiprocessor
     tiles = [cdiv(size, width) for size in sizes]
-    missing = MOST_WEIGHTS - len(sizes)
+    missing = 8 - len(sizes)
     firsts = (*itertools.accumulate(tiles[:-1], initial=0), *[sum(tiles)] * missing)
     columns = (*itertools.accumulate(sizes[:-1], initial=0), *[0] * missing)
     few_rows[(sum(tiles), cdiv(rows, block))](

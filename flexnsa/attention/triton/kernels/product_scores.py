@@ -18,11 +18,6 @@ from flexnsa.attention.triton.kernels.visible import count_visible, load_positio
 from flexnsa.config import NSAConfig
 from flexnsa.masks.positions import Positions, tensors_of
 
-KEY_TILES = 32
-"""Tiles of keys that a program reads at most, one after the other, for one tile of queries (H200)."""
-PROGRAMS = 1024
-"""As many programs, at least, if there are so many pairs of tiles."""
-
 
 def product_scores(
     q: Tensor, k: Tensor, positions: Positions | None, scores: Scores, first_row: int, *, config: NSAConfig
@@ -43,7 +38,8 @@ def product_scores(
     keys_at_once = min(padded(step, 1), tiles.keys)
     blocks = tiles.keys // keys_at_once
     programs = batch * heads // together * cdiv(scores.num_rows, tiles.queries), cdiv(scores.width, blocks)
-    key_tiles = min(KEY_TILES, max(1, programs[0] * programs[1] // PROGRAMS))
+    # A program reads up to 32 tiles of keys, one after the other, if at least 1024 programs are left (H200).
+    key_tiles = min(32, max(1, programs[0] * programs[1] // 1024))
     product_scores_kernel[(programs[0] * cdiv(programs[1], key_tiles),)](
         q, k, *position_arguments(q, *tensors_of(positions)), scores.own, *q.stride()[:3], k.stride(0), k.stride(2),
         first_row, scores.num_rows, num_keys, scores.width, key_tiles,
