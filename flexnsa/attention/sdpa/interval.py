@@ -112,12 +112,15 @@ def differentiate_intervals(
             grad_out_c, q_c, out_c = (_rows(x[..., queries, :], copies, width, dtype) for x in (grad_out, q, out))
             # A row without keys has masked scores only: any finite lse makes its probabilities 0.
             lse_c = lse[..., queries].reshape(q_c.shape[:3]).clamp_min(torch.finfo(dtype).min)
-            k_c, v_c = (_repeated(x[:, :, seen], copies) for x in (keys, values))
+            k_c, v_c = (x[:, :, seen] for x in (keys, values))
+            if copies > 1:
+                k_c, v_c = (x.repeat_interleave(copies, dim=1) for x in (k_c, v_c))
             grads = _differentiate(grad_out_c, q_c, k_c, v_c, out_c, lse_c, 0.0, False, attn_mask=mask, scale=scale)
             grad_q_c = grad_q[..., queries, :]
             grad_q_c.copy_(grads[0][..., : q.shape[-1]].reshape(grad_q_c.shape))
             for total, grad in zip(totals, grads[1:], strict=True):
-                total[:, :, seen] += _summed(grad[..., : total.shape[-1]], copies)
+                of_copies = grad[..., : total.shape[-1]]
+                total[:, :, seen] += of_copies if copies == 1 else torch.unflatten(of_copies, 1, (-1, copies)).sum(2)
         grad_k.copy_(totals[0])
         grad_v.copy_(totals[1])
 
@@ -220,11 +223,3 @@ def _copies(q: Tensor) -> int:
     group, matrices = q.shape[2], max(1, q.shape[0] * q.shape[1])
     least = torch.get_num_threads() / matrices
     return next(parts for parts in range(1, group + 1) if group % parts == 0 and (parts >= least or parts == group))
-
-
-def _repeated(x: Tensor, copies: int) -> Tensor:
-    return x if copies == 1 else x.repeat_interleave(copies, dim=1)
-
-
-def _summed(x: Tensor, copies: int) -> Tensor:
-    return x if copies == 1 else torch.unflatten(x, 1, (-1, copies)).sum(2)
