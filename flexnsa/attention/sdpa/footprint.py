@@ -7,9 +7,6 @@ from flexnsa.attention.sdpa.branches import COMPRESSED_CHUNK, WINDOW_CHUNK
 from flexnsa.attention.sdpa.selected import MAX_ROWS
 from flexnsa.attention.threads import ROWS
 
-ACCUMULATOR = 4
-"""Bytes per element of sums."""
-
 
 def _saved(tag: str, sizes: AttentionSizes) -> int:
     blocks = sizes.indices if tag == "slc" else 0
@@ -17,16 +14,16 @@ def _saved(tag: str, sizes: AttentionSizes) -> int:
 
 
 def _backward(tag: str, sizes: AttentionSizes) -> int:
-    config, length, wider = sizes.config, sizes.length(tag), ACCUMULATOR // sizes.activation
+    config, length, wider = sizes.config, sizes.length(tag), 4 // sizes.activation  # sums are in fp32
     gradients, share = sizes.queries + sizes.keys(length), _heads_at_once(tag, sizes)
     if tag == "slc":  # rows and keys in fp32 with one extra column, and the sorted (block, query) pairs
-        workspace = ACCUMULATOR * MAX_ROWS * sizes.group * (2 * config.select_block_size + 3 * sizes.head_dim)
+        workspace = 4 * MAX_ROWS * sizes.group * (2 * config.select_block_size + 3 * sizes.head_dim)
         pairs = 12 * sizes.seq_len * config.num_selected_blocks
         rows = wider * (2 * sizes.queries + sizes.outputs + 2 * sizes.keys(length))
         return gradients + int(share * rows) + pairs + workspace
     chunk = _chunk(tag, sizes)
     seen = length if tag == "cmp" else min(sizes.seq_len, config.window_size + chunk - 1)
-    scores = ACCUMULATOR * sizes.batch * sizes.num_heads * chunk * (2 * seen + 5 * sizes.head_dim)
+    scores = 4 * sizes.batch * sizes.num_heads * chunk * (2 * seen + 5 * sizes.head_dim)
     return gradients + int(share * (2 * wider * sizes.keys(length) + scores))
 
 

@@ -21,8 +21,6 @@ from flexnsa.masks.positions import Positions, positions_of
 from flexnsa.masks.user_mods import apply_score_mod, query_positions, token_positions
 from flexnsa.operators.opaque import in_transform
 
-INTERVAL_CHUNK = 256
-"""Queries a chunk where neighbours share their keys."""
 GATHERED_NUMBERS = 2**24
 """Keys times dimensions that a chunk of the selected branch gathers: 64 MB in fp32."""
 
@@ -58,7 +56,7 @@ def attend_to_intervals(
         arguments = (q[:, :, queries], k[:, :, keys], v[:, :, keys], seen, query_positions(here))
         return _run(_attend, *arguments, key_positions(key, here), call)
 
-    return _in_chunks(chunk, q.shape[2], INTERVAL_CHUNK)
+    return _in_chunks(chunk, q.shape[2], 256)  # neighbours share their keys
 
 
 def attend_to_blocks(q: Tensor, k: Tensor, v: Tensor, block_indices: Tensor, call: Call) -> BranchOutput:

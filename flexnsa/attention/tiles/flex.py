@@ -45,8 +45,6 @@ NARROW_BACKWARD = Tile(64, 32, 3)
 """For 16-bit heads up to 128, where FlexAttention's own tiles spill registers."""
 WIDE_BACKWARD = {AMPERE: Tile(64, 64, 2), HOPPER: Tile(64, 64, 2), BLACKWELL: Tile(64, 64, 1)}
 SMALLER_BACKWARD = (Tile(64, 64, 1), Tile(64, 32, 1), Tile(32, 32, 1), Tile(16, 16, 1))
-SPARE = 1024
-"""Bytes reserved for sums and other small buffers."""
 
 
 def dense_tiles(device: Device, dtype: torch.dtype, dk: int, dv: int, stages: int = 3) -> KernelOptions:
@@ -65,7 +63,7 @@ def dense_tiles(device: Device, dtype: torch.dtype, dk: int, dv: int, stages: in
         preferred = NARROW_BACKWARD._replace(stages=stages) if narrow else WIDE_BACKWARD[generation]
     backward = _first_that_fits((preferred, *SMALLER_BACKWARD), _backward_bytes, device, dtype, dk, dv)
     warps = 8 if forward.rows >= (64 if narrow else 128) and size == 2 else 4
-    return {**_forward_options(forward, warps), **_backward_options(backward, 4)}
+    return _options(forward, warps, backward, 4)
 
 
 def sparse_tiles(device: Device, dtype: torch.dtype, dk: int, dv: int, rows: int, keys: int) -> KernelOptions:
@@ -79,7 +77,7 @@ def sparse_tiles(device: Device, dtype: torch.dtype, dk: int, dv: int, rows: int
     warps = 1 if dtype.itemsize == 2 else 4
     forward = _first_that_fits(_within(rows, keys), _forward_bytes, device, dtype, dk, dv)
     backward = _first_that_fits((Tile(16, 16, 3), Tile(16, 16, 1)), _backward_bytes, device, dtype, dk, dv)
-    return {**_forward_options(forward, warps), **_backward_options(backward, warps)}
+    return _options(forward, warps, backward, warps)
 
 
 def decoding_tiles(device: Device, dtype: torch.dtype, dk: int, dv: int, rows: int, keys: int) -> KernelOptions:
@@ -92,15 +90,12 @@ def decoding_tiles(device: Device, dtype: torch.dtype, dk: int, dv: int, rows: i
     return {"BLOCK_M": rows, "BLOCK_N": tile.keys, "num_warps": 4, "num_stages": tile.stages}
 
 
-def _forward_options(tile: Tile, warps: int) -> dict[str, int]:
-    sizes = {"fwd_BLOCK_M": tile.rows, "fwd_BLOCK_N": tile.keys}
-    return sizes | {"fwd_num_warps": warps, "fwd_num_stages": tile.stages}
-
-
-def _backward_options(tile: Tile, warps: int) -> dict[str, int]:
-    """Return options with ``rows`` for what stays (keys for dk and dv, queries for dq), ``keys`` for what streams."""
-    sizes = {"bwd_BLOCK_N1": tile.rows, "bwd_BLOCK_M1": tile.keys, "bwd_BLOCK_M2": tile.rows, "bwd_BLOCK_N2": tile.keys}
-    return sizes | {"bwd_num_warps": warps, "bwd_num_stages": tile.stages}
+def _options(forward: Tile, forward_warps: int, backward: Tile, backward_warps: int) -> KernelOptions:
+    """Return options; ``rows`` of backward are what stays (keys for dk and dv, queries for dq), ``keys`` stream."""
+    (rows, keys, stages), (stay, stream, backward_stages) = forward, backward
+    sizes = {"fwd_BLOCK_M": rows, "fwd_BLOCK_N": keys, "fwd_num_warps": forward_warps, "fwd_num_stages": stages}
+    sizes |= {"bwd_BLOCK_N1": stay, "bwd_BLOCK_M1": stream, "bwd_BLOCK_M2": stay, "bwd_BLOCK_N2": stream}
+    return sizes | {"bwd_num_warps": backward_warps, "bwd_num_stages": backward_stages}
 
 
 def _within(rows: int, keys: int) -> tuple[Tile, ...]:
@@ -132,7 +127,7 @@ def _first_that_fits(
     dv: int,
 ) -> Tile:
     for tile in candidates:
-        if bytes_of(tile, device, dtype, dk, dv) + SPARE <= device.shared_memory:
+        if bytes_of(tile, device, dtype, dk, dv) + 1024 <= device.shared_memory:  # for sums and other small buffers
             return tile
     raise ValueError(
         f"k: impl='flex' expects a tile of keys of {dk} and values of {dv} numbers of {dtype} to fit "

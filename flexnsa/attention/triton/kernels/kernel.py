@@ -17,8 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from flexnsa.attention.tiles.device import ALIGNMENT
 from flexnsa.operators.replay import recorder
 
-THREADS = 8
-"""Threads that compile. A layer has about twenty kernels, each of which compiles in up to two seconds."""
 MOST_LAUNCHES = 4096
 """Launches of a kernel that are remembered at a time: lengths that change with every call must not fill the memory."""
 Grid = tuple[int, ...]
@@ -152,7 +150,8 @@ def _compile(
 def _threads() -> ThreadPoolExecutor:
     # Compilers import Gluon when they run. An import on two threads at a time may fail, so it comes before.
     import_module("triton.experimental.gluon")
-    return ThreadPoolExecutor(THREADS, thread_name_prefix="flexnsa-compile")
+    # A layer has about twenty kernels, each of which compiles in up to two seconds.
+    return ThreadPoolExecutor(8, thread_name_prefix="flexnsa-compile")
 
 
 if TYPE_CHECKING:
