@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,8 @@ from flexnsa.masks.user_mods import ScoreMod
 from flexnsa.operators.opaque import opaque_operator, refuse_transforms
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch.nn.attention.flex_attention import FlexKernelOptions
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -161,12 +163,12 @@ def _fit_to_kernels(
             options |= {"SPARSE_Q_BLOCK_SIZE": block_size[0], "SPARSE_KV_BLOCK_SIZE": block_size[1]}
             block_size = (DENSE_TILE, DENSE_TILE)
 
-    def stored_on_gpu(table: Any) -> Any:
+    def stored_on_gpu(table: Tensor | None) -> Tensor | None:
         return stored(table) if table is not None and device.type == "cuda" else table
 
     of_rows = mask.kv_num_blocks, kv_indices, mask.full_kv_num_blocks, full_kv_indices
     of_columns = mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices
-    tables = map(stored_on_gpu, of_rows + of_columns)
+    tables = cast("Iterable[Tensor]", map(stored_on_gpu, of_rows + of_columns))  # of which some may be None
     return BlockMask(lengths, *tables, BLOCK_SIZE=block_size, mask_mod=mask.mask_mod), options
 
 
