@@ -90,10 +90,8 @@ def test_the_loss_teaches_the_indexer_and_nothing_else(kind: str) -> None:
     others = [parameter for name, parameter in layer.named_parameters() if not name.startswith("indexer.")]
     with pytest.warns(UserWarning, match="selection"):
         alone = layer(x)
-    for one, other in zip(
-        torch.autograd.grad(out.sum(), others), torch.autograd.grad(alone.sum(), others), strict=True
-    ):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    got, want = (torch.autograd.grad(each.sum(), others) for each in (out, alone))
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 @of_every_kind

@@ -66,8 +66,7 @@ def test_stages_are_a_loop_that_anyone_could_write(
         assert trainer.train_step().to_dict() == pytest.approx(record, rel=1e-4, abs=1e-7)
         # An evaluation is of the last length, and attends as the step before it
         assert trainer.validation_bits_per_byte() == pytest.approx(other.validation_bits_per_byte(), rel=1e-5)
-        for one, same in zip(trainer.model.parameters(), model.parameters(), strict=True):
-            torch.testing.assert_close(one, same, rtol=0, atol=1e-5)
+        torch.testing.assert_close([*trainer.model.parameters()], [*model.parameters()], rtol=0, atol=1e-5)
 
 
 def test_what_a_dense_stage_leaves_out_stays_as_drawn_and_learns_afterwards(text_folder: Path) -> None:
