@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
-from flexnsa.config import BRANCHES, NSAConfig, blocks_within, num_blocks, num_compressed, overlap_band
+from flexnsa.config import NSAConfig, blocks_within, num_blocks, num_compressed, overlap_band
 from tests.support import literal
 from tests.support.inputs import sizes
 
@@ -40,10 +40,6 @@ def test_changes_are_refused(call: Callable[[], object], error: type[Exception])
 # (l, d, l'): the paper's sizes, no overlap between compressed tokens, l' < l, l' == d, three strides to a token.
 GRIDS = [(32, 16, 64), (8, 4, 16), (4, 4, 8), (16, 4, 8), (16, 8, 8), (12, 4, 16), (1, 1, 1)]
 grids = pytest.mark.parametrize("config", [sizes(*grid, 3) for grid in GRIDS], ids=map(str, GRIDS))
-
-
-def test_branches_come_in_the_order_of_the_gates() -> None:
-    assert BRANCHES == ("cmp", "slc", "win")
 
 
 @grids

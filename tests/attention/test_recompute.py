@@ -66,12 +66,6 @@ def test_named_branches_run_twice_all_else_once(recompute: tuple[str, ...], func
     assert runs == {"select": 1} | {FUNCTIONS[tag]: 1 + (tag in recompute) for tag in BRANCHES}
 
 
-def test_without_gradients_nothing_runs_twice(functions: dict[str, Mock]) -> None:
-    with torch.no_grad():
-        attend(inputs(), recompute=BRANCHES)
-    assert {function.call_count for function in functions.values()} == {1}
-
-
 @pytest.mark.parametrize("recompute", CHOICES, ids=" ".join)
 def test_saved_bytes_fall_by_what_the_branches_give(recompute: tuple[str, ...]) -> None:
     x = inputs()

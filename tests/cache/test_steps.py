@@ -82,15 +82,6 @@ def test_in_other_precisions(dtype: torch.dtype) -> None:
     assert rms(out - whole) <= (2**-6 if dtype == torch.bfloat16 else 1e-12) * rms(whole)
 
 
-def test_under_autocast() -> None:
-    layer = make_layer()
-    x = tokens(1, 40)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        whole = layer(x)
-        out = decode(layer, x, [30, *[1] * 10], layer.new_cache(1, 40, dtype=torch.bfloat16))
-    assert rms(out - whole) <= 2**-6 * rms(whole)
-
-
 def test_compressed_tokens_appear_when_their_last_token_does() -> None:
     layer = make_layer()
     x = tokens(1, 60)

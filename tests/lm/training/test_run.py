@@ -97,16 +97,6 @@ def test_killed_process_goes_on_to_the_samecurve(text_folder: Path, tmp_path: Pa
     assert curve(killed)[: len(kept)] == kept
 
 
-def test_sigterm_ends_with_a_checkpoint_of_the_last_logged_step(text_folder: Path, tmp_path: Path):
-    options = (tmp_path / "run", "--steps", "100000", "--checkpoint-every", "50000")
-    with started(1, tmp_path / "output", _train, text_folder, *options) as group:
-        group.wait_until(lambda: len(curve(tmp_path / "run")) >= 3)
-        group.processes[0].terminate()
-        assert group.wait() == [128 + signal.SIGTERM]
-    header, _ = read_checkpoint(tmp_path / "run" / "checkpoint.safetensors")
-    assert header["step"] == len(curve(tmp_path / "run"))
-
-
 @pytest.mark.parametrize("place", ["train_step", "log", "save_checkpoint", "set_postfix_str", "update"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_anywhere_in_a_step_ends_with_a_checkpoint_of_that_step(
