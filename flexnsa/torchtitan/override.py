@@ -158,10 +158,9 @@ def _(part: ParallelismConfig, name: str, plan: Plan) -> ParallelismConfig:
         raise ValueError(f"share_index: expected 1 with pipeline stages, which hand on no index, got {got}")
     if shares_tokens and plan.options.warmup:
         raise ValueError("warmup: expected False where ranks share tokens, which attend to chosen blocks, got True")
-    if shares_tokens:
-        balancer = part.context_parallel_load_balancer
-        if balancer != "headtail":
-            raise ValueError(f"{name}.context_parallel_load_balancer: expected 'headtail', got {balancer!r}")
+    if shares_tokens and part.context_parallel_load_balancer != "headtail":
+        got = repr(part.context_parallel_load_balancer)
+        raise ValueError(f"{name}.context_parallel_load_balancer: expected 'headtail', got {got}")
     return part
 
 

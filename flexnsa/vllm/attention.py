@@ -20,7 +20,7 @@ from flexnsa.config import BRANCHES
 from flexnsa.layers.config import LayerConfig
 from flexnsa.layers.core import Compressors
 from flexnsa.operators.opaque import opaque_operator
-from flexnsa.vllm.batch import Batch, last_tokens
+from flexnsa.vllm.batch import Batch
 from flexnsa.vllm.buffers import PagedBuffer
 from flexnsa.vllm.decoding import PagedLayer, attend_decodes
 
@@ -201,8 +201,9 @@ class PagedAttention(nn.Module):
         buffer = layer.buffers[kind]
         batch = given(buffer.batch)
         if kind in layer.kinds:
-            request, number = batch.pack_compressed(layer.kinds[kind]).entries
-            last = last_tokens(number, layer.kinds[kind])
+            sizes = layer.kinds[kind]
+            request, number = batch.pack_compressed(sizes).entries
+            last = number * sizes.compress_stride + sizes.compress_block_size - 1
         else:
             request, last = batch.pack_tokens(layer.sizes.window_size if kind == "win" else None).entries
         return [_by_head(part) for part in buffer.take(batch, request, last)]

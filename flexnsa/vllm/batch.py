@@ -178,8 +178,3 @@ class Batch(AttentionMetadata):
         rows = (x.to(torch.int32)[None] for x in (start + token, start, *(cmp_start or [torch.zeros_like(start)])))
         longest = int(self.host_lengths[self.num_decodes :].max()) if window is None else None
         return Positions(*rows, consecutive=False, longest=longest)
-
-
-def last_tokens(number: Tensor, sizes: NSAConfig) -> Tensor:
-    """Return the last tokens of compressed tokens, given the numbers of these."""
-    return number * sizes.compress_stride + sizes.compress_block_size - 1

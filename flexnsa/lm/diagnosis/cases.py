@@ -103,7 +103,7 @@ def run_case(
                 message = _Ending(status, time=0.0)
             endings.setdefault(rank, message)
             if endings[rank].reason:
-                group.end_within(GRACE_SECONDS)
+                group.deadline = min(group.deadline, time.monotonic() + GRACE_SECONDS)
         running = {rank: process.pid or 0 for rank, process in enumerate(group.processes) if rank not in endings}
         places = {rank: ask_for_stacks(process, stacks_path(folder, rank)) for rank, process in running.items()}
     return _outcome(endings, places, seconds, time.monotonic() - start)

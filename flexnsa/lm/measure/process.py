@@ -57,10 +57,6 @@ class Group:
                 else:
                     yield number, message
 
-    def end_within(self, seconds: float) -> None:
-        """Have the deadline come earlier."""
-        self.deadline = min(self.deadline, time.monotonic() + seconds)
-
 
 @contextmanager
 def started(
