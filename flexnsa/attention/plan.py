@@ -226,12 +226,8 @@ def can_copy(*rows: Tensor) -> bool:
 
     Of strides Triton asks for multiples of 16 numbers. The offsets of the rows of a tile have 32 bits.
     """
-    return all(map(_can_copy, rows))
-
-
-def _can_copy(x: Tensor) -> bool:
-    batch, head, row, _ = x.stride()
-    return (x.storage_offset() | batch | head | row) % ALIGNMENT == 0 and row < 2**31 // HOPPER_ROWS
+    places = [(x.storage_offset(), *x.stride()[:3]) for x in rows]
+    return all((at | b | h | t) % ALIGNMENT == 0 and t < 2**31 // HOPPER_ROWS for at, b, h, t in places)
 
 
 def needs_int64(x: Tensor, group: int, chunk: int) -> bool:

@@ -31,7 +31,8 @@ class OverHeads:
 
     def add(self, loss: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sums over all heads."""
-        return _added(loss, weight, self.group)
+        loss, weight = total(torch.stack((loss, weight)), self.group).unbind()
+        return loss, weight.detach()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class OverTokens:
 
     def add(self, loss: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sums over all queries."""
-        return _added(loss, weight, self.ranks.group)
+        return OverHeads(self.ranks.group).add(loss, weight)
 
 
 class _Share(NamedTuple):
@@ -94,8 +95,3 @@ class _Share(NamedTuple):
         starts = torch.stack((whole.start, whole.cmp_start), -1)[:, None]
         start, cmp_start = self.compared(self.take(starts))[:, 0].unbind(-1)
         return replace(located, start=start, cmp_start=cmp_start, aligned=False)
-
-
-def _added(loss: Tensor, weight: Tensor, group: str) -> tuple[Tensor, Tensor]:
-    loss, weight = total(torch.stack((loss, weight)), group).unbind()
-    return loss, weight.detach()

@@ -101,13 +101,3 @@ class Options(BranchOptions):
     def has_indexer(self) -> bool:
         """Whether an indexer scores the blocks."""
         return self.sizes.index_heads is not None
-
-    @property
-    def has_new_parameters(self) -> bool:
-        """Whether layers have parameters that dense ones have not."""
-        return self.has_indexer or len(self.branches) > 1
-
-    @property
-    def learns_compression(self) -> bool:
-        """Whether compressed keys and values come from learned compressors."""
-        return "cmp" in self.branches and self.compression != "mean"

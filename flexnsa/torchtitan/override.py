@@ -138,7 +138,7 @@ def _(part: SelectiveAC.Config, name: str, plan: Plan) -> SelectiveAC.Config:  #
 
 @adapted.register
 def _(part: BaseCheckpointManager.Config, name: str, plan: Plan) -> BaseCheckpointManager.Config:
-    if part.last_save_in_hf and plan.options.has_new_parameters:
+    if part.last_save_in_hf and (plan.options.has_indexer or len(plan.options.branches) > 1):
         reason = "the dense model's format has no place for new parameters (flexnsa.torchtitan.export has)"
         raise ValueError(f"{name}.last_save_in_hf: expected False, because {reason}, got True")
     return part

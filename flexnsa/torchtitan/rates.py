@@ -47,7 +47,8 @@ def groups_of(config: OptimizersContainer.Config, options: Options, layer: str) 
         ValueError: they are in no group, or in one without a learning rate.
     """
     groups, others = list[ParamGroupConfig](), config.param_groups
-    if options.learns_compression and options.compressor_lr != 1 and not options.warmup:
+    learns_compression = "cmp" in options.branches and options.compression != "mean"
+    if learns_compression and options.compressor_lr != 1 and not options.warmup:
         groups.append(_scaled(config, COMPRESSORS, f"{layer}.compress_k.project.weight", options.compressor_lr))
     if options.has_indexer and (options.indexer_lr != 1 or options.warmup):
         groups.append(_scaled(config, INDEXERS, f"{layer}.indexer.change_q.up.weight", options.indexer_lr))

@@ -149,7 +149,7 @@ def _gated_sum(shape: Shape, packed: bool = False, branches: int = 3) -> None:
     branch = torch.empty(*q.shape[:3], v.shape[-1], dtype=shape.dtype), torch.empty(q.shape[:3])
     call = _call(shape, packed)
     attend = given(triton_gated.gated_sum(q, keys, call))
-    out, _, _ = attend(q, keys, gates, blocks, Compressed(*branch), call, True)
+    out, _, _ = attend(q, keys, gates, blocks, Compressed(*branch), call, True, True)
     out.float().sum().backward()
 
 

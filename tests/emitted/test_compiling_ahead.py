@@ -27,6 +27,10 @@ OF_A_LAYER = {
     *("hopper_forward", "hopper_backward_queries", "hopper_backward_keys", "sum_parts"),
     *("compare_blocks", "query_gradients", "key_gradients"),
 }
+WITHOUT_POSITIONS = {
+    *("block_log_sums", "hopper_importance", "count_queries", "cut", "gated_stats", "sum_parts"),
+    *("compare_blocks", "query_gradients", "key_gradients"),
+}
 SEVERAL = {"block_log_sums": 2, "hopper_backward_keys": 2, "sum_parts": 2}
 """For two sizes of keys: those of the layer and of its indexer; those of the window and of the compressed branch."""
 
@@ -105,31 +109,33 @@ def test_what_fails_ahead_fails_at_the_launch() -> None:
     assert function.warmup.call_count == 1
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_traced_layer_begins_to_compile_all_of_its_kernels(packed: bool) -> None:
+def test_a_traced_layer_begins_to_compile_all_of_its_kernels() -> None:
+    """For packed documents only those that read positions begin anew; blocks are scored in Triton then."""
     layer = NativeSparseAttention(64, 4, 2, 64, impl="triton").to("meta")
     names = [name for name, _ in layer.named_parameters()]
     begun = list[str]()
 
-    def attend(x: Tensor, sampled: Tensor, ids: Tensor, *parameters: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(x: Tensor, sampled: Tensor, ids: Tensor | None, *parameters: Tensor) -> tuple[Tensor, Tensor]:
         selection = SelectionLoss.at(sampled, "mass")
         weights = dict(zip(names, parameters, strict=True))
-        options = {"selection": selection, "document_ids": ids if packed else None}
+        options = {"selection": selection, "document_ids": ids}
         return torch.func.functional_call(layer, weights, (x,), options), selection.sums[0]
 
-    def make() -> tuple[Tensor, ...]:
+    def make(packed: bool) -> tuple[Tensor | None, ...]:
         new = partial(torch.empty, dtype=torch.bfloat16)  # in which Hopper has kernels of its own
         parameters = [new(x.shape, requires_grad=True) for x in layer.parameters()]
-        return new(2, 1024, 64), *(torch.zeros(2, n, dtype=torch.int64) for n in (256, 1024)), *parameters
+        sampled, ids = (torch.zeros(2, n, dtype=torch.int64) for n in (256, 1024))
+        return new(2, 1024, 64), sampled, ids if packed else None, *parameters
 
     def submit(_pool: object, _compile: object, function: Any, *_: object) -> Future[None]:
         begun.append(function.__name__)
         return Future()
 
     with mock.patch.object(ThreadPoolExecutor, "submit", submit):
-        emit(attend, make, ahead=True)
-    expected = dict.fromkeys(OF_A_LAYER, 1) | SEVERAL
-    if packed:  # two kinds of key tiles, one after the other, and blocks are scored in Triton
-        expected |= {"importance_kernel": expected.pop("hopper_importance")}
-        expected |= {"hopper_backward_parts": 2, "sum_shared": 2}
-    assert Counter(begun) == expected
+        emit(attend, partial(make, False), ahead=True)
+        assert Counter(begun) == dict.fromkeys(OF_A_LAYER, 1) | SEVERAL
+        begun.clear()
+        emit(attend, partial(make, True), ahead=True)
+    assert Counter(begun) == dict.fromkeys(OF_A_LAYER - WITHOUT_POSITIONS | {"importance_kernel"}, 1) | {
+        "hopper_backward_keys": 2
+    }

@@ -101,7 +101,9 @@ def importance(
     sizes = first_row, scores.num_rows, num_keys, scores.width, scale * LOG2_E
     shape: dict[str, object] = {"KV_HEADS": kv_heads, "GROUP": q_heads // kv_heads, "HEAD_DIM": head_dim}
     shape |= band.constants(config)
-    in_gluon = None if tiles or positions is not None else _hopper_tiles(q, k_cmp, band, ratio)
+    # On Hopper no key may count for an earlier block than its own
+    suits = not tiles and positions is None and (band.first, len(band.own)) == (0, ratio) and can_copy(q, k_cmp)
+    in_gluon = HOPPER_IMPORTANCE.get((head_dim, ratio)) if suits and Plan.of(q, k_cmp).in_gluon else None
     tiles = tiles or in_gluon or importance_tiles(device_of(q), q.dtype, head_dim, len(band.own))
     shape |= {"BLOCK_T": tiles.queries, "BLOCK_J": tiles.keys}
     grid = (batch * kv_heads * cdiv(scores.num_rows, tiles.queries) * cdiv(scores.width, tiles.keys),)
@@ -118,13 +120,6 @@ def importance(
         **shape, FIRST=band.first, NUM_OFFSETS=len(band.own), HAS_POSITIONS=positions is not None,
         BLOCK_D=padded(head_dim), INNER=inner, **tiles.options(),
     )  # fmt: skip
-
-
-def _hopper_tiles(q: Tensor, k_cmp: Tensor, band: Band, ratio: int) -> Tiles | None:
-    """Return the tiles of the kernel for Hopper, if it runs: where no key counts for an earlier block than its own."""
-    if (band.first, len(band.own)) != (0, ratio) or not Plan.of(q, k_cmp).in_gluon or not can_copy(q, k_cmp):
-        return None
-    return HOPPER_IMPORTANCE.get((q.shape[-1], ratio))
 
 
 @jit
