@@ -14,7 +14,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from benchmarks.tables import text
-from benchmarks.tables.points import Point, points_by, read_record
+from benchmarks.tables.points import Point, points_by, read_record, total
 from flexnsa import NSAConfig
 from plots import language
 from plots.records import NotRecordedError, Results
@@ -160,6 +160,14 @@ def test_what_the_readme_says_of_default_settings_is_what_was_recorded() -> None
     assert said in words_of("README.md")
     assert f"{nsa['graph_step_ms']:.0f}" == f"{dense['graph_step_ms']:.0f}"
     assert f"both take {nsa['graph_step_ms']:.0f} ms" in words_of("README.md")
+
+
+def test_what_mods_cost_is_what_was_recorded() -> None:
+    points = points_by("mods_h200", "name", "seq_len")
+    ratios = {(name, n): total(x) / total(points["no mod", n]) for (name, n), x in points.items() if name != "no mod"}
+    capped = [ratios.pop(("soft_cap", n)) for n in (8192, 32768)]
+    said = f"take {capped[0]:.2f} (8k) and {capped[1]:.2f} times (32k tokens) as long as without a mod, with other mods"
+    assert f"{said} {min(ratios.values()):.1f} to {max(ratios.values()):.1f} times" in words_of("docs/mods.md")
 
 
 KERNELS = {
