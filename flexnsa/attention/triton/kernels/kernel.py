@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from importlib import import_module
 from inspect import signature
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from flexnsa.attention.tiles.device import ALIGNMENT
 from flexnsa.operators.replay import recorder
+
+if TYPE_CHECKING:
+    from triton.runtime.jit import KernelParam  # pyright: ignore[reportMissingTypeStubs]
 
 MOST_LAUNCHES = 4096
 """Launches of a kernel that are remembered at a time: lengths that change with every call must not fill the memory."""
@@ -38,7 +41,7 @@ class Function(Protocol):
 
     __name__: str
     fn: Callable[..., object]
-    params: Sequence[Any]
+    params: Sequence[KernelParam]
 
     def __getitem__(self, grid: Grid, /) -> Callable[..., Compiled | None]: ...
     def warmup(self, *args: object, grid: Grid, **options: object) -> Compiled:
@@ -129,7 +132,7 @@ def _address(x: Tensor) -> int:
     return int(x.storage_offset()) * x.element_size()
 
 
-def _specialization(x: object, parameter: Any) -> object:
+def _specialization(x: object, parameter: KernelParam) -> object:
     """Return the properties of an argument for which Triton compiles a variant."""
     if isinstance(x, _Pointer):
         return x.dtype, x.address % ALIGNMENT
