@@ -32,6 +32,9 @@ from flexnsa.masks.window import window_mask
 P = ParamSpec("P")
 T = TypeVar("T")
 
+ENOUGH_PROGRAMS = 2048
+"""Programs of unequal lengths that keep all multiprocessors busy to the end: about 16 for each of an H200."""
+
 
 def compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, call: Call) -> Compressed:
     """Attend to the compressed tokens that are complete; no branch has a log-sum-exp on a CPU, nor a backward there.
@@ -74,10 +77,9 @@ def compiled(branch: Callable[P, T], q: Tensor, positions: Positions | None) -> 
 
 def _compressed(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, mask: BlockMask, call: Call) -> BranchOutput:
     # Backward has a program for each key tile, too few with few compressed keys. Repeating the keys for all query heads
-    # gives it Hq / Hkv times as many. From 2048 on, about 16 for each multiprocessor of an H200, programs of unequal
-    # lengths keep all busy to the end, and it would only cost memory.
+    # gives it Hq / Hkv times as many; with enough programs it would only cost memory.
     tiles = k_cmp.shape[0] * k_cmp.shape[1] * (k_cmp.shape[2] // DENSE_TILE + 1)
-    groups = q.shape[1] // k_cmp.shape[1] if tiles < 2048 else 1
+    groups = q.shape[1] // k_cmp.shape[1] if tiles < ENOUGH_PROGRAMS else 1
     k, v = (F.pad(x, (0, 0, 0, _padding(x))).repeat_interleave(groups, dim=1) for x in (k_cmp, v_cmp))
     kernel_mod = call.score_mod and mod_of_compressed(call.score_mod, call.positions, config=call.config)
     options = {**dense_tiles(*kernels.sizes_of_tiles(q, v), stages=3), "BLOCKS_ARE_CONTIGUOUS": True}

@@ -285,8 +285,7 @@ def _gradients(grad_out: Tensor, inputs: GatedInputs, *outputs: *GatedOutputs) -
     """Return the gradients of q, keys, values and gates; compiled code frees the outputs between the two operators."""
     total, out_slc, lse_slc, out_win, lse_win, order, replicas = outputs
     gates, out_cmp, lse_cmp = given(inputs.gates), given(inputs.out_cmp), given(inputs.lse_cmp)
-    outs = out_cmp, total if inputs.residual else out_slc, out_win
-    lses = lse_cmp, lse_slc, lse_win
+    outs, lses = (out_cmp, total if inputs.residual else out_slc, out_win), (lse_cmp, lse_slc, lse_win)
     stats = _gated_stats(grad_out, gates, *outs, *lses, inputs.factors[0], inputs.k_slc.shape[1], inputs.residual)
     inputs = inputs._replace(gates=None, out_cmp=None, lse_cmp=None)
     grads = _gated_gradients(grad_out, *stats[1:], inputs, order, replicas)
