@@ -28,7 +28,7 @@ class SoftCap:
     """A score_mod that our own kernels know, see :func:`flexnsa.mods.soft_cap`: it limits scores to ``(-cap, cap)``."""
 
     def __init__(self, cap: float) -> None:
-        self.number = repr(cap)  # of a float that differs between calls torch.compile would make a variable
+        self.number = repr(cap)  # a string, as torch.compile makes a variable of a float that differs between calls
 
     def __call__(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:  # noqa: ARG002
         """Return the limited score."""

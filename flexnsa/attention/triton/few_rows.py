@@ -31,7 +31,7 @@ def multiply_few_rows(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
     block = min(padded(rows), MOST_ROWS)
     width = 32 if block == 16 else 16  # columns per program: few, to have programs for every multiprocessor
     tiles = [cdiv(size, width) for size in sizes]
-    missing = 8 - len(sizes)
+    missing = 8 - len(sizes)  # of the kernel's pointers
     firsts = (*itertools.accumulate(tiles[:-1], initial=0), *[sum(tiles)] * missing)
     columns = (*itertools.accumulate(sizes[:-1], initial=0), *[0] * missing)
     few_rows[(sum(tiles), cdiv(rows, block))](

@@ -89,7 +89,7 @@ def _attend(
 class GatedInputs(NamedTuple):
     """The inputs of all branches, of which gradients have those of ``q`` to ``gates``; see :func:`_attend`.
 
-    Without a ``window_token`` the queries are at the same positions among all keys.
+    Where ``window_token`` is None, queries have the same positions among the keys of all branches.
     """
 
     q: Tensor

@@ -32,9 +32,9 @@ def launch_gather(
     *,
     backward: bool,
 ) -> None:
-    """Compute ``of_queries``: ``out (B, Hq, T, Dv)`` and the natural ``lse`` (float32, ``(B, Hq, T)``); q is unread.
+    """Fill out ``(B, Hq, T, Dv)`` and the natural lse (float32, ``(B, Hq, T)``), the first two of ``of_queries``.
 
-    Or ``backward`` of the gradient of out and the stats of gathered rows the last, the gradient of q.
+    Or, ``backward``, fill the third, the gradient of q, from the gradient of out and the stats of gathered rows.
     """
     kv_heads, n = k.shape[1], selection.block_indices.shape[-1]
     group, d_k, d_v = q.shape[1] // kv_heads, q.shape[-1], v.shape[-1]

@@ -3,9 +3,9 @@
 """Which keys the queries of a tile see, which queries see a key, and where key tiles of the selected branch begin.
 
 Neither end of the interval of keys decreases along the queries: the first and the last query of a tile tell which keys
-some of its queries see, and which all of them see. ``where`` is None for one whole sequence, for which the code is
-compiled. Else it points at tokens of queries, first tokens of their documents and first keys of these, and says where
-the batch element begins there. In the selected branch blocks of pairs come first, and there are no first keys.
+some of its queries see, and which all of them see. ``where`` is None for one whole sequence, which has code of its own.
+Else it has pointers to each query's token, its document's first token and first key (in the selected branch, to blocks
+of pairs, the token and the first token), and the offset of the batch element in these tables.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def count_masked(first, order_ptr, where, t0, n: gl.constexpr, SIZE: gl.constexp
 
 @gluon_jit
 def keys_of_pair(pair, where, n: gl.constexpr, SIZE: gl.constexpr):
-    """Return the first and the last key of its block that a query may see, of pairs of a chunk at positions."""
+    """Return the first key of a pair's block, and the token of its query: the last key that this may see."""
     idx_ptr, token_ptr, start_ptr, first = where
     at = first + pair // n
     return gl.load(start_ptr + at) + gl.load(idx_ptr + pair) * SIZE, gl.load(token_ptr + at)

@@ -135,7 +135,7 @@ def _first_query(kv_heads, G: gl.constexpr, BM: gl.constexpr):
 
 @gluon_jit
 def _places(t, where, num_queries):
-    """Return the tokens before queries in their documents, and where these begin: past all keys for a query of none."""
+    """Return each query's position in its document, and the document's first token; past all keys where it has none."""
     start = t * 0
     if where is not None:
         token_ptr, start_ptr, _, at = where
