@@ -14,25 +14,25 @@ from flexnsa.attention.triton import intervals, selected
 from flexnsa.config import NSAConfig
 from flexnsa.mods import soft_cap
 from tests.support import triton_branches
-from tests.support.comparison import assert_as_exact_as_plain
+from tests.support.comparison import assert_as_exact_as_plain, at_precision_of_gpu
 from tests.support.interpreter import Interpret
 from tests.support.triton_branches import attend, run
-from tests.support.triton_cases import CASES
+from tests.support.triton_cases import CASES, Case
 
 
-def check(name: str, got: dict[str, Any]) -> None:
+def check(case: Case, got: dict[str, Any], *, plain: Case | None = None) -> None:
     """Check that results equal the oracle to the precision of plain PyTorch, with equal bits at every call."""
-    exact, plain = (attend(REFERENCE, CASES[name], dtype) for dtype in (torch.float64, None))
+    exact, by_formula = attend(REFERENCE, case, torch.float64), attend(REFERENCE, plain or case)
     forward, backward = ([key for key in exact if key.startswith("d") == of_backward] for of_backward in (False, True))
     for names, factor in ((forward, 2), (backward, 3)):
-        parts = ({key: results[key] for key in names} for results in (got["results"], plain, exact))
+        parts = ({key: results[key] for key in names} for results in (got["results"], by_formula, exact))
         assert_as_exact_as_plain(*parts, factor=factor)
     assert got["same"], "another call gave other bits"
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted_kernels_match_float64(name: str, interpret: Interpret) -> None:
-    check(name, interpret(triton_branches, name))
+    check(CASES[name], interpret(triton_branches, name))
 
 
 def test_one_graph_of_each_kind_serves_every_length(interpret: Interpret) -> None:
@@ -42,7 +42,7 @@ def test_one_graph_of_each_kind_serves_every_length(interpret: Interpret) -> Non
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_compiled_kernels_match_float64_and_repeat_their_bits(name: str) -> None:
-    check(name, run(CASES[name], "cuda"))
+    check(CASES[name], run(CASES[name], "cuda"), plain=at_precision_of_gpu(CASES[name]))
 
 
 @pytest.mark.parametrize(("heads", "bytes_of_head"), [(4, 2**20), (3, 2**29), (5, 2**31), (2, 2**33)])

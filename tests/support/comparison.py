@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from flexnsa.masks.user_mods import SoftCap
 
 
 def rms(x: Tensor) -> float:
@@ -44,3 +49,18 @@ def assert_as_exact_as_plain(
                 f"{name}: {measure} error {size(error):.2e}, "
                 f"plain PyTorch errs by {size(plain_error):.2e}, limit {limit:.2e}"
             )
+
+
+class RoundedCap(SoftCap):
+    """A soft cap by a tanh that is rounded to fp16, with the relative error that ``tanh.approx`` may have: 2^-11."""
+
+    def __call__(self, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:  # noqa: ARG002
+        """Return the limited score."""
+        return float(self.number) * torch.tanh(score / float(self.number)).half().to(score)
+
+
+def at_precision_of_gpu(case: Any) -> Any:
+    """Give a case of a soft cap in 16 bits the precision with which a GPU computes it; other cases as they are."""
+    if not isinstance(case.mod, SoftCap) or case.dtype == torch.float32:
+        return case
+    return replace(case, mod=RoundedCap(float(case.mod.number)))
