@@ -16,6 +16,7 @@ from torch import Tensor
 from flexnsa import NativeSparseAttention, NSAConfig, SelectionLoss, native_sparse_attention
 from flexnsa.config import num_compressed
 from flexnsa.lm import Corpus, DecoderConfig, DecoderLM, TrainConfig, Trainer
+from flexnsa.mods import soft_cap
 from flexnsa.operators.replay import Plan
 from tests.support.inputs import SMALL
 
@@ -150,22 +151,27 @@ def test_knowing_that_no_gate_is_negative_changes_gradients_by_roundings(
         assert error(a, b) < 2**-7
 
 
-@pytest.mark.parametrize("impl", ["auto", "flex", "sdpa"])
+@pytest.mark.parametrize("impl", ["auto", "flex", "sdpa", "auto, packed", "auto, capped"])
 @pytest.mark.parametrize("preset", ["text", "paper"])
 def test_what_inductor_compiles_by_default_has_the_gradients_of_eager_layers(preset: str, impl: str) -> None:
     torch._dynamo.reset()
+    impl, _, kind = impl.partition(", ")
     layer = NativeSparseAttention(256, 4, 2, 64, preset=preset, impl=impl).cuda()
-    x = torch.randn(2, 1000, 256, device="cuda")
-    results: list[dict[str, Tensor]] = []
-    for run in (layer, torch.compile(layer)):
-        layer.zero_grad()
-        selection = None if layer.indexer is None else SelectionLoss()
-        with torch.autocast("cuda", torch.bfloat16):
-            out = run(x, selection=selection).float()
-        (out.square().mean() + (0 if selection is None else selection.total)).backward()
-        results.append({name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None})
-    for name, eager in results[0].items():
-        assert error(results[1][name], eager) <= 2**-5, name
+    compiled = torch.compile(layer)
+    for length in (1000, 1500):  # the second one with symbolic sizes
+        x = torch.randn(2, length, 256, device="cuda")
+        ids = (torch.arange(length, device="cuda") // 300).expand(2, -1) if kind == "packed" else None
+        mod = soft_cap(0.3) if kind == "capped" else None
+        results: list[dict[str, Tensor]] = []
+        for run in (layer, compiled):
+            layer.zero_grad()
+            selection = None if layer.indexer is None else SelectionLoss()
+            with torch.autocast("cuda", torch.bfloat16):
+                out = run(x, document_ids=ids, score_mod=mod, selection=selection).float()
+            (out.square().mean() + (0 if selection is None else selection.total)).backward()
+            results.append({name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None})
+        for name, eager in results[0].items():
+            assert error(results[1][name], eager) <= 2**-5, (length, name)
 
 
 def test_one_graph_serves_every_length_and_documents_stand_alone() -> None:
