@@ -196,8 +196,11 @@ def attend(
     outputs: dict[str, Tensor] = {}
     products: dict[str, Tensor] = {}
 
+    # Transforms of torch.func have no saved-tensor hooks for recomputation; results are the same without it.
+    if in_transform() or not torch.is_grad_enabled():
+        recompute = ()
     select = functools.partial(_select, implementation, q, keys, call, block_indices, indexer)
-    if nonnegative and gates and not recompute and {"cmp", "slc"} <= {*branches}:
+    if nonnegative and gates and "slc" not in recompute and {"cmp", "slc"} <= {*branches}:
         if "win" not in branches:
             keys = replace(keys, k_win=None, v_win=None)
         attend_gated = implementation.gated_sum(q, keys, call)
@@ -208,32 +211,27 @@ def attend(
             one = torch.ones_like(next(iter(gates.values())))
             stacked = torch.stack([gates.get(tag, one) for tag in BRANCHES if tag in branches]).to(q.dtype)
             residual = "slc" not in gates
-            out, slc, win = attend_gated(q, keys, stacked, blocks, compressed, call, by_token, residual)
+            out, slc, win = attend_gated(q, keys, stacked, blocks, compressed, call, by_token, residual, recompute)
             kept, win = None if residual else slc, win if "win" in branches else None
             return out, NSAAux(blocks, compressed.out, kept, win, compressed.lse)
 
-    def again(tag: str, branch: Callable[..., B], *inputs: Tensor) -> B:
-        products[tag], attended = _recomputed(branch, gates.get(tag), inputs, call)
+    def run(tag: str, branch: Callable[..., B], *inputs: Tensor) -> B:
+        if tag in recompute:
+            products[tag], attended = _recomputed(branch, gates.get(tag), inputs, call)
+        else:
+            attended = branch(*inputs, call)
+        outputs[tag] = attended.out
         return attended
 
-    # Transforms of torch.func have no saved-tensor hooks for recomputation; results are the same without it.
-    if in_transform() or not torch.is_grad_enabled():
-        recompute = ()
-    compressed, by = None, implementation
+    compressed = None
     if "cmp" in branches:
-        of_cmp = q, given(keys.k_cmp), given(keys.v_cmp)
-        compressed = again("cmp", by.compressed, *of_cmp) if "cmp" in recompute else by.compressed(*of_cmp, call)
-        outputs["cmp"] = compressed.out
+        compressed = run("cmp", implementation.compressed, q, given(keys.k_cmp), given(keys.v_cmp))
     # A GPU attends to the window while the host prepares the many kernels that follow.
     if "win" in branches:
-        of_win = q, given(keys.k_win), given(keys.v_win)
-        window = again("win", by.window, *of_win) if "win" in recompute else by.window(*of_win, call)
-        outputs["win"] = window.out
+        run("win", implementation.window, q, given(keys.k_win), given(keys.v_win))
     if "slc" in branches:
         block_indices = select(compressed)
-        of_slc = q, given(keys.k_slc), given(keys.v_slc), block_indices
-        selected = again("slc", by.selected, *of_slc) if "slc" in recompute else by.selected(*of_slc, call)
-        outputs["slc"] = selected.out
+        run("slc", implementation.selected, q, given(keys.k_slc), given(keys.v_slc), block_indices)
     lse = None if compressed is None else compressed.lse
     aux = NSAAux(block_indices, outputs.get("cmp"), outputs.get("slc"), outputs.get("win"), lse)
     terms = (products[tag] if tag in products else gated(gates.get(tag), outputs[tag]) for tag in branches)

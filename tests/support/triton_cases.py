@@ -21,9 +21,10 @@ class Case:
 
     With a ``window_size`` it is one of the window and not of the selected branch, and with ``compressed``, the length
     and the stride of keys, one of the compressed branch. With ``gates`` it is the sum of the branches, without the
-    window where this has no size; the one that is ``ungated`` has weight 1. ``cached`` are the rows of a cache that
-    holds so many keys: how many tokens each has, and how many of its ``new`` ones are real. On Hopper the kernels named
-    in ``hopper`` run; on a CPU they do, too (:mod:`tests.support.gluon`).
+    window where this has no size; the one that is ``ungated`` has weight 1, and no bit depends on those to
+    ``recompute``. ``cached`` are the rows of a cache that holds so many keys: how many tokens each has, and how many of
+    its ``new`` ones are real. On Hopper the kernels named in ``hopper`` run; on a CPU they do, too
+    (:mod:`tests.support.gluon`).
     """
 
     group: int
@@ -48,6 +49,7 @@ class Case:
     compressed: tuple[int, int] | None = None
     gates: bool = False
     ungated: str | None = None
+    recompute: tuple[str, ...] = ()
     cached: tuple[tuple[int, int], ...] = ()
     new: int = 0
     hopper: tuple[str, ...] = ()
@@ -138,7 +140,7 @@ def chunks(size: int) -> tuple[tuple[str, int], tuple[str, int]]:
     return ("CHUNK", size), ("LEAST_CHUNK", size)
 
 
-BF16, FP16 = torch.bfloat16, torch.float16
+BF16, FP16, BOTH = torch.bfloat16, torch.float16, ("cmp", "win")
 gated = partial(Case, gates=True, window_size=24, compressed=(8, 4))
 gathered = partial(Case, num_selected=65, block_size=2, dtype=BF16)
 FEW_ROWS, ONE_HEAD = (("LIST_ROWS", 4),), (("WORKSPACE_BYTES", 2**18),)
@@ -264,15 +266,15 @@ CASES = {
         group=4, documents=(150,), dims=(64, 64), dtype=BF16, order="bthd", window_size=40, compressed=(8, 8)
     ),
     "gated-but-for-selected": gated(
-        group=2, documents=(90,), dims=(24, 40), window_size=20, compressed=(16, 8), ungated="slc"
+        group=2, documents=(90,), dims=(24, 40), window_size=20, compressed=(16, 8), ungated="slc", recompute=BOTH
     ),
-    "gated-documents": gated(group=2, documents=(40, 3, 70, 1, 33), kv_heads=2),
+    "gated-documents": gated(group=2, documents=(40, 3, 70, 1, 33), kv_heads=2, recompute=BOTH),
     "gated-one-head-at-a-time": gated(group=2, documents=(70,), batch=2, kv_heads=3, limits=ONE_HEAD),
     "gated-gathered": gated(group=2, documents=(90,), kv_heads=2, block_size=4, num_selected=65),
-    "gated-without-window": gated(group=3, documents=(130,), kv_heads=2, window_size=None),
+    "gated-without-window": gated(group=3, documents=(130,), kv_heads=2, window_size=None, recompute=("cmp",)),
     "gated-documents-without-window": gated(group=2, documents=(40, 3, 70), window_size=None),
-    "gated-shorter-than-a-key": gated(group=2, documents=(31,), window_size=9, compressed=(32, 16)),
-    "gated-negative-scale": gated(group=2, documents=(90,), scale=-0.3, order="sliced"),
+    "gated-shorter-than-a-key": gated(group=2, documents=(31,), window_size=9, compressed=(32, 16), recompute=("win",)),
+    "gated-negative-scale": gated(group=2, documents=(90,), scale=-0.3, order="sliced", recompute=BOTH),
     "hopper": hopper(
         group=3,
         documents=(290,),
@@ -280,6 +282,7 @@ CASES = {
         num_selected=3,
         window_size=20,
         garbage=True,
+        recompute=BOTH,
         limits=(*chunks(256), ("LIST_QUERIES", 100), ("LEAST_LIST_ROWS", 200)),
         hopper=(*ON_HOPPER, "hopper_combine", "hopper_sum_slots"),
     ),
