@@ -39,11 +39,6 @@ def test_one_graph_of_each_kind_serves_every_length(interpret: Interpret) -> Non
     assert interpret(triton_branches, "compiled") == {"same": True, "graphs": [1, 1, 1]}
 
 
-@pytest.mark.parametrize(("way", "fewer"), [("eager", [1, 2]), ("compiled", [1, 2]), ("checkpointed", [0, 0])])
-def test_outputs_to_recompute_are_not_kept_and_change_no_bit(way: str, fewer: list[int], interpret: Interpret) -> None:
-    assert interpret(triton_branches, f"recompute {way}") == {"same": True, "fewer": fewer}
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_compiled_kernels_match_float64_and_repeat_their_bits(name: str) -> None:

@@ -135,25 +135,27 @@ def compile_operator() -> dict[str, Any]:
     return {"same": all(same), "graphs": graphs}
 
 
-def recompute_outputs(way: str) -> dict[str, Any]:
+def recompute_outputs(impl: str, way: str) -> dict[str, Any]:
     """Tell how many outputs a layer does not keep if one or two are computed again, and whether gradients are equal."""
     saved, gradients, tokens = [], [], torch.randn(1, 60, 32)
     for tags in ((), ("win",), ("cmp", "win")):
         torch.manual_seed(0)
-        layer = NativeSparseAttention(32, 2, 1, 16, config=SMALL, gate="residual", impl="triton", recompute=tags)
-        options = {"use_reentrant": False, "context_fn": keep_selection}
-        call: Any = partial(checkpoint, layer, **options) if way == "checkpointed" else layer
-        call = torch.compile(layer, fullgraph=True, backend=PARTITIONED) if way == "compiled" else call
+        layer = NativeSparseAttention(32, 2, 1, 16, config=SMALL, gate="residual", impl=impl, recompute=tags)
+        called: Any = layer
+        if way == "compiled":
+            called = torch.compile(layer, fullgraph=True, backend=PARTITIONED)
+        elif way == "checkpointed":
+            called = partial(checkpoint, layer, use_reentrant=False, context_fn=keep_selection)
         with saved_for_backward(list(layer.parameters())) as held:
-            out = call(tokens)
+            out = called(tokens)
         saved.append(held.total)
         gradients.append(torch.autograd.grad(out.square().sum(), list(layer.parameters())))
-    same = all(torch.equal(x, y) for others in gradients for x, y in zip(gradients[0], others, strict=True))
-    return {"same": same, "fewer": [(saved[0] - x) / (4 * 2 * 60 * 16) for x in saved[1:]]}
+    same = (torch.equal(x, y) for others in gradients for x, y in zip(gradients[0], others, strict=True))
+    return {"same": all(same), "fewer": [(saved[0] - x) // (4 * 2 * 60 * 16) for x in saved[1:]]}
 
 
 def interpret(name: str) -> dict[str, Any]:
-    """Run a case, or what is compiled, or recomputed in some way."""
+    """Run a case, the compiled operators, or layers of an implementation that recompute in some way."""
     if name.startswith("recompute "):
-        return recompute_outputs(name.removeprefix("recompute "))
+        return recompute_outputs(*name.split()[1:])
     return compile_operator() if name == "compiled" else run(CASES[name])
