@@ -210,14 +210,11 @@ def _(inputs: GatedInputs) -> GatedOutputs:
 def _gated_stats(
     grad_out: Tensor, inputs: GatedInputs, out_slc: Tensor, lse_slc: Tensor, out_win: Tensor | None, lse_win: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradient of the gates, and the stats of each branch; empty ones for no window.
-
-    Outputs that were not saved are computed here: an operator of its own for the compressed one would be that of
-    forward to the compiler, which saved its result.
-    """
+    """Return the gradient of the gates, and the stats of each branch; empty ones for no window."""
     from flexnsa.attention.triton.kernels.output_rows import stats_of_gated
 
     gates = given(inputs.gates)
+    # Not in operators of their own: the compiler would save the result of forward's in place of the compressed one.
     out_cmp = attend_to_intervals(inputs.compressed)[0] if inputs.out_cmp is None else inputs.out_cmp
     out_win = attend_to_intervals(given(inputs.window))[0] if out_win is None else out_win
     outs, lses = (out_cmp, out_slc, out_win)[: len(gates)], (given(inputs.lse_cmp), lse_slc, lse_win)[: len(gates)]
