@@ -196,8 +196,11 @@ def attend(
     outputs: dict[str, Tensor] = {}
     products: dict[str, Tensor] = {}
 
+    # Transforms of torch.func have no saved-tensor hooks for recomputation; results are the same without it.
+    if in_transform() or not torch.is_grad_enabled():
+        recompute = ()
     select = functools.partial(_select, implementation, q, keys, call, block_indices, indexer)
-    if nonnegative and gates and not recompute and {"cmp", "slc"} <= {*branches}:
+    if nonnegative and gates and "slc" not in recompute and {"cmp", "slc"} <= {*branches}:
         if "win" not in branches:
             keys = replace(keys, k_win=None, v_win=None)
         attend_gated = implementation.gated_sum(q, keys, call)
@@ -208,7 +211,7 @@ def attend(
             one = torch.ones_like(next(iter(gates.values())))
             stacked = torch.stack([gates.get(tag, one) for tag in BRANCHES if tag in branches]).to(q.dtype)
             residual = "slc" not in gates
-            out, slc, win = attend_gated(q, keys, stacked, blocks, compressed, call, by_token, residual)
+            out, slc, win = attend_gated(q, keys, stacked, blocks, compressed, call, by_token, residual, recompute)
             kept, win = None if residual else slc, win if "win" in branches else None
             return out, NSAAux(blocks, compressed.out, kept, win, compressed.lse)
 
@@ -216,9 +219,6 @@ def attend(
         products[tag], attended = _recomputed(branch, gates.get(tag), inputs, call)
         return attended
 
-    # Transforms of torch.func have no saved-tensor hooks for recomputation; results are the same without it.
-    if in_transform() or not torch.is_grad_enabled():
-        recompute = ()
     compressed, by = None, implementation
     if "cmp" in branches:
         of_cmp = q, given(keys.k_cmp), given(keys.v_cmp)

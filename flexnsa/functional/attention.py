@@ -137,7 +137,7 @@ def native_sparse_attention(
             triton, or flex with another mod than a soft cap or a head dimension above 256.
         return_aux: return ``(out, NSAAux)``.
         recompute: any of ``branches``, to compute again in backward: only q, keys, values and gates are kept for it,
-            neither the branches' outputs nor what their kernels save. Blocks are still selected only once.
+            neither outputs nor what kernels save (Triton with ``nonnegative_gates``: lse). Blocks are selected once.
         nonnegative_gates: no gate is negative, as after a sigmoid. Triton then computes the gradients of all branches
             in one pass, which is faster. Only ``out`` then has gradients, none of ``NSAAux`` does; with a negative gate
             they are NaN.

@@ -129,23 +129,29 @@ class OpaqueOperator(Generic[P, T]):
         self._function: Any = type(self.name, (_SingleLevelFunction,), members)
 
     def register_backward(
-        self, backward: Callable[..., tuple[Tensor | None, ...]], *, differentiable: int | None = None
+        self,
+        backward: Callable[..., tuple[Tensor | None, ...]],
+        *,
+        differentiable: int | None = None,
+        keep: Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]] | None = None,
     ) -> None:
         """Register what returns the gradients of the first inputs from operators; the other inputs have none.
 
         Its arguments are the gradients of the floating results (the first is always a tensor, another is None where
         nothing depends on that result), the inputs that are tensors or None, the results, and the inputs that are
         numbers; of an operator of a named tuple the gradients, the tuple, and the results. Only the first so many
-        results are ``differentiable``, by default all floating ones.
+        results are ``differentiable``, by default all floating ones. ``keep`` takes the tuple and the results, and
+        returns both with None for the tensors that are not to be saved.
         """
 
         def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-            tensors = [x for x in inputs if x is None or isinstance(x, Tensor)]
-            ctx.save_for_backward(*tensors, *output)
-            ctx.numbers = inputs[len(tensors) :]
             if differentiable is not None:
                 ctx.mark_non_differentiable(*output[differentiable:])
             ctx.set_materialize_grads(False)
+            inputs, output = keep(*self._nested(inputs), output) if keep else (inputs, output)
+            tensors = [x for x in inputs if x is None or isinstance(x, Tensor)]
+            ctx.save_for_backward(*tensors, *output)
+            ctx.numbers = inputs[len(tensors) :]
 
         def differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
             saved = ctx.saved_tensors  # read once: under activation checkpointing a second read raises
@@ -154,10 +160,8 @@ class OpaqueOperator(Generic[P, T]):
             first, *rest = (grad for grad, x in pairs if x.is_floating_point())
             first = torch.zeros_like(results[0]) if first is None else first
             inputs = *saved[: -len(grads)], *ctx.numbers
-            if any(self._records):
-                gradients = backward(first, *rest, *self._nested(inputs), *results)
-            else:
-                gradients = backward(first, *rest, *saved, *ctx.numbers)
+            args = (*self._nested(inputs), *results) if any(self._records) else (*saved, *ctx.numbers)
+            gradients = backward(first, *rest, *args)
             return *gradients, *(None,) * (len(inputs) - len(gradients))
 
         self.register_autograd(differentiate, setup_context=save)

@@ -35,6 +35,8 @@ GROUP, KV_HEADS, LENGTH = 16, 4, 4096
 FEW, MANY = 1, 64
 """Queries of a step on a cache: those that divide the keys among programs, and those that do not."""
 
+CAPPED = ("select", "select few", "selected", "gated sum", "selection loss", "decoding step")
+
 Compile = Callable[[], list[tuple[str, Resources]]]
 
 
@@ -58,22 +60,26 @@ def calls(shape: Shape, packed: Sequence[bool] = (False, True)) -> Iterator[tupl
         yield f"flex {branch}", partial(_flex, branch, shape)
         for queries in (FEW, MANY):
             yield f"flex {branch}, {queries} cached", partial(_flex_cached, branch, queries, shape)
+    placed = (_select, _select_by_products, _selected, _compressed, _window, _gated_sum)
+    functions: dict[str, Callable[..., None]] = {f.__name__[1:].replace("_", " "): f for f in placed}
     for has_documents in packed:
-        for function in (_select, _select_by_products, _selected, _compressed, _window, _gated_sum):
-            name = _name(function) + " of documents" * has_documents
-            yield name, partial(_own, partial(function, packed=has_documents), shape)
-    if shape.dtype == torch.bfloat16:  # in fp32 small heads have the kernels of large ones
-        yield _name(_gated_sum_of_small_heads), partial(_own, _gated_sum_of_small_heads, shape)
-    losses = (_selection_loss, _selection_loss_of_overlapping_keys)
-    steps = (_decoding_step, _decoding_step_by_given_frequencies, _step_in_pages)
-    for function in (_select_few, _gated_sum_without_window, *losses, *steps):
-        yield _name(function), partial(_own, function, shape)
-    for function in (_select, _select_few, _selected, _gated_sum, _selection_loss, _decoding_step) * (False in packed):
-        yield _name(function) + " capped", partial(_own, function, replace(shape, mod=soft_cap(30.0)))
-
-
-def _name(function: Callable[..., None]) -> str:
-    return function.__name__.removeprefix("_").replace("_", " ")
+        for name, function in functions.items():
+            yield name + " of documents" * has_documents, partial(_own, partial(function, packed=has_documents), shape)
+    if shape.dtype == torch.bfloat16:  # where one kernel attends to the window and joins parts, in heads of at most 64
+        yield "gated sum of small heads", partial(_own, _gated_sum, replace(shape, dims=(64, 64)))
+    others: dict[str, Callable[..., None]] = {
+        "select few": partial(_select, queries=FEW, packed=True),
+        "gated sum without window": partial(_gated_sum, branches=2),
+        "selection loss": _selection_loss,
+        "selection loss of overlapping keys": partial(_selection_loss, config=CONFIG),  # those of the paper
+        "decoding step": _decoding_step,
+        "decoding step by given frequencies": partial(_decoding_step, given_frequencies=True),
+        "step in pages": _step_in_pages,
+    }
+    for name, function in others.items():
+        yield name, partial(_own, function, shape)
+    for name in CAPPED * (False in packed):
+        yield f"{name} capped", partial(_own, (functions | others)[name], replace(shape, mod=soft_cap(30.0)))
 
 
 def _flex(branch: str, shape: Shape) -> list[tuple[str, Resources]]:
@@ -118,10 +124,6 @@ def _select_by_products(shape: Shape, packed: bool = False) -> None:
         triton_select.select(q, q[:, :1, : num_compressed(LENGTH, config)], call, None, None)
 
 
-def _select_few(shape: Shape) -> None:
-    _select(shape, FEW, packed=True)
-
-
 def _selected(shape: Shape, packed: bool = False) -> None:
     for config in (CONFIG, NSAConfig.qsa()):  # a few large blocks, and many small ones, whose keys are gathered
         blocks = torch.empty(1, KV_HEADS, LENGTH, config.num_selected_blocks, dtype=torch.int32)
@@ -149,17 +151,8 @@ def _gated_sum(shape: Shape, packed: bool = False, branches: int = 3) -> None:
     branch = torch.empty(*q.shape[:3], v.shape[-1], dtype=shape.dtype), torch.empty(q.shape[:3])
     call = _call(shape, packed)
     attend = given(triton_gated.gated_sum(q, keys, call))
-    out, _, _ = attend(q, keys, gates, blocks, Compressed(*branch), call, True, True)
+    out, _, _ = attend(q, keys, gates, blocks, Compressed(*branch), call, True, True, ())
     out.float().sum().backward()
-
-
-def _gated_sum_of_small_heads(shape: Shape) -> None:
-    """One kernel attends to the window and joins parts where heads have at most 64 numbers."""
-    _gated_sum(replace(shape, dims=(64, 64)))
-
-
-def _gated_sum_without_window(shape: Shape) -> None:
-    _gated_sum(shape, branches=2)
 
 
 def _selection_loss(shape: Shape, config: NSAConfig = INDEXED) -> None:
@@ -172,18 +165,8 @@ def _selection_loss(shape: Shape, config: NSAConfig = INDEXED) -> None:
     triton_selection_loss.selection_loss(q[:, :, :256], k, scorer, call, "mass")[0].backward()
 
 
-def _selection_loss_of_overlapping_keys(shape: Shape) -> None:
-    """Teach the compressor of the paper."""
-    _selection_loss(shape, CONFIG)
-
-
-def _decoding_step_by_given_frequencies(shape: Shape) -> None:
-    """Turn heads as a model that is not ours does."""
-    _decoding_step(shape, frequencies=torch.empty(shape.dims[0] // 2))
-
-
-def _decoding_step(shape: Shape, frequencies: Tensor | None = None) -> None:
-    """Compress by the paper's compressor, which has the most kernels."""
+def _decoding_step(shape: Shape, given_frequencies: bool = False) -> None:
+    """Compress by the paper's compressor, which has the most kernels; turn heads as our models do or by frequencies."""
     (dk, dv), new, dim = shape.dims, partial(torch.empty, dtype=shape.dtype), 1024
     cache = NSACache(2, LENGTH, KV_HEADS, dk, v_head_dim=dv, config=CONFIG, dtype=shape.dtype)
     sizes = [KV_HEADS * GROUP * dk, *[KV_HEADS * dk] * 3, *[KV_HEADS * dv] * 3, KV_HEADS * GROUP * 3]
@@ -206,7 +189,7 @@ def _decoding_step(shape: Shape, frequencies: Tensor | None = None) -> None:
             new_lengths=None,
             num_heads=KV_HEADS * GROUP,
             scale=shape.scale,
-            frequencies=frequencies,
+            frequencies=new(dk // 2, dtype=torch.float32) if given_frequencies else None,
             score_mod=shape.mod,
             **of_cache,
         )

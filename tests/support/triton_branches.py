@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from benchmarks.harness.memory import saved_for_backward
+from flexnsa import NativeSparseAttention
 from flexnsa.attention.interface import Call, Implementation, Keys
 from flexnsa.config import BRANCHES, num_compressed
 from flexnsa.masks.positions import Positions
 from flexnsa.mods import ScoreMod, soft_cap
+from flexnsa.operators.checkpointing import keep_selection
+from tests.support.compiled import PARTITIONED
 from tests.support.gluon import hopper_on_a_cpu
+from tests.support.inputs import SMALL
 from tests.support.triton_cases import CASES, Case
 
 
@@ -40,7 +48,8 @@ def run(case: Case, device: str = "cpu") -> dict[str, Any]:
             for module in (selected_fwd, selected_bwd):
                 stack.enter_context(mock.patch.object(module, "SUM_ROWS", 512))
         # Programs of the interpreter come one after the other: there a second call could not differ.
-        first, *others = (attend(TRITON, case, device=device) for _ in range(1 if device == "cpu" else 3))
+        calls = [case] * (1 if device == "cpu" else 3) + [replace(case, recompute=())] * bool(case.recompute)
+        first, *others = (attend(TRITON, call, device=device) for call in calls)
     assert device != "cpu" or {*case.hopper} == {name for name, program in programs.items() if program.launches}
     same = all(torch.equal(x, other[name]) for other in others for name, x in first.items())
     return {"results": {name: x.cpu() for name, x in first.items()}, "same": same}
@@ -68,8 +77,8 @@ def attend(
         keys = sum(num_compressed(length, case.config) for length in case.documents)
         branches = Keys(k[:, :, :keys], v[:, :, :keys], k, v, -k, v.square())
         tags = BRANCHES if case.window_size else ("cmp", "slc")
-        options: dict[str, Any] = {"block_indices": chosen, "nonnegative": True, "branches": tags}
-        out, _ = dispatch.attend(implementation, q, branches, given, call, **options)
+        options: dict[str, Any] = {"block_indices": chosen, "branches": tags, "recompute": case.recompute}
+        out, _ = dispatch.attend(implementation, q, branches, given, call, nonnegative=True, **options)
         grads = torch.autograd.grad(out, (q, k, v, gates), x["grad_out"])
         return {"out": out.detach()} | dict(zip(("dq", "dk", "dv", "dgates"), grads, strict=True))
     if case.compressed:
@@ -126,6 +135,27 @@ def compile_operator() -> dict[str, Any]:
     return {"same": all(same), "graphs": graphs}
 
 
+def recompute_outputs(impl: str, way: str) -> dict[str, Any]:
+    """Tell how many outputs a layer does not keep if one or two are computed again, and whether gradients are equal."""
+    saved, gradients, tokens = [], [], torch.randn(1, 60, 32)
+    for tags in ((), ("win",), ("cmp", "win")):
+        torch.manual_seed(0)
+        layer = NativeSparseAttention(32, 2, 1, 16, config=SMALL, gate="residual", impl=impl, recompute=tags)
+        called: Any = layer
+        if way == "compiled":
+            called = torch.compile(layer, fullgraph=True, backend=PARTITIONED)
+        elif way == "checkpointed":
+            called = partial(checkpoint, layer, use_reentrant=False, context_fn=keep_selection)
+        with saved_for_backward(list(layer.parameters())) as held:
+            out = called(tokens)
+        saved.append(held.total)
+        gradients.append(torch.autograd.grad(out.square().sum(), list(layer.parameters())))
+    same = (torch.equal(x, y) for others in gradients for x, y in zip(gradients[0], others, strict=True))
+    return {"same": all(same), "fewer": [(saved[0] - x) // (4 * 2 * 60 * 16) for x in saved[1:]]}
+
+
 def interpret(name: str) -> dict[str, Any]:
-    """Run a case, or the compiled operators."""
+    """Run a case, the compiled operators, or layers of an implementation that recompute in some way."""
+    if name.startswith("recompute "):
+        return recompute_outputs(*name.split()[1:])
     return compile_operator() if name == "compiled" else run(CASES[name])

@@ -21,9 +21,10 @@ class Case:
 
     With a ``window_size`` it is one of the window and not of the selected branch, and with ``compressed``, the length
     and the stride of keys, one of the compressed branch. With ``gates`` it is the sum of the branches, without the
-    window where this has no size; the one that is ``ungated`` has weight 1. ``cached`` are the rows of a cache that
-    holds so many keys: how many tokens each has, and how many of its ``new`` ones are real. On Hopper the kernels named
-    in ``hopper`` run; on a CPU they do, too (:mod:`tests.support.gluon`).
+    window where this has no size; the one that is ``ungated`` has weight 1, and no bit depends on those to
+    ``recompute``. ``cached`` are the rows of a cache that holds so many keys: how many tokens each has, and how many of
+    its ``new`` ones are real. On Hopper the kernels named in ``hopper`` run; on a CPU they do, too
+    (:mod:`tests.support.gluon`).
     """
 
     group: int
@@ -48,6 +49,7 @@ class Case:
     compressed: tuple[int, int] | None = None
     gates: bool = False
     ungated: str | None = None
+    recompute: tuple[str, ...] = ()
     cached: tuple[tuple[int, int], ...] = ()
     new: int = 0
     hopper: tuple[str, ...] = ()
@@ -133,14 +135,15 @@ class Case:
         }
 
 
-def chunks(size: int) -> tuple[tuple[str, int], tuple[str, int]]:
-    """Limits that cut a call into chunks of so many queries."""
-    return ("CHUNK", size), ("LEAST_CHUNK", size)
+def chunks(size: int, queries: int = 512, rows: int = 2048) -> tuple[tuple[str, int], ...]:
+    """Limits that cut a call into chunks of a size, whose programs serve so many queries, or rows if these are more."""
+    return ("CHUNK", size), ("LEAST_CHUNK", size), ("LIST_QUERIES", queries), ("LEAST_LIST_ROWS", rows)
 
 
-BF16, FP16 = torch.bfloat16, torch.float16
+BF16, FP16, BOTH = torch.bfloat16, torch.float16, ("cmp", "win")
 gated = partial(Case, gates=True, window_size=24, compressed=(8, 4))
 gathered = partial(Case, num_selected=65, block_size=2, dtype=BF16)
+tiled = partial(Case, block_size=64, dims=(64, 64), dtype=BF16)
 FEW_ROWS, ONE_HEAD = (("LIST_ROWS", 4),), (("WORKSPACE_BYTES", 2**18),)
 ON_HOPPER = ("hopper_forward_parts", "hopper_backward_parts")
 ON_HOPPER += ("hopper_forward", "hopper_backward_queries", "hopper_backward_keys")
@@ -150,9 +153,9 @@ CASES = {
     "g1-block-less-one": Case(group=1, documents=(15,), kv_heads=3, dims=(24, 16)),
     "g2-one-block-bf16": Case(group=2, documents=(16,), dims=(64, 64), dtype=BF16, batch=2),
     "g4-fp16": Case(group=4, documents=(33,), dims=(80, 64), dtype=FP16),
-    "g6-paper-block": Case(group=6, documents=(200,), block_size=64, dims=(64, 64), dtype=BF16, num_selected=2),
+    "g6-paper-block": tiled(group=6, documents=(200,), num_selected=2),
     "g8-192-128": Case(group=8, documents=(70,), block_size=32, dims=(192, 128), num_selected=2),
-    "g16-bf16": Case(group=16, documents=(129,), block_size=64, dims=(128, 128), dtype=BF16, num_selected=2),
+    "g16-bf16": tiled(group=16, documents=(129,), dims=(128, 128), num_selected=2),
     "g32-dv24": Case(group=32, documents=(40,), dims=(96, 24)),
     "g4-256": Case(group=4, documents=(50,), dims=(256, 256), dtype=FP16, batch=2, kv_heads=2),
     "g1-long": Case(group=1, documents=(1001,), num_selected=3, block_size=48),
@@ -174,7 +177,7 @@ CASES = {
     "one-head-at-a-time": Case(group=2, documents=(70,), batch=2, kv_heads=3, limits=ONE_HEAD),
     "one-row-at-a-time": Case(group=2, documents=(70,), batch=3, kv_heads=2, limits=(("WORKSPACE_BYTES", 2**20),)),
     "documents": Case(group=2, documents=(40, 3, 7, 50, 1, 33, 16, 30), kv_heads=2, dims=(32, 16)),
-    "documents-bf16-g8": Case(group=8, documents=(3, 70, 64, 65, 1, 40), block_size=64, dims=(64, 64), dtype=BF16),
+    "documents-bf16-g8": tiled(group=8, documents=(3, 70, 64, 65, 1, 40)),
     "documents-garbage-chunks": Case(
         group=6, documents=(40, 70, 5, 20), garbage=True, batch=2, limits=(*chunks(64), ("LIST_ROWS", 72))
     ),
@@ -230,23 +233,14 @@ CASES = {
     "compressed-documents": Case(group=2, documents=(40, 3, 7, 150, 1, 33, 16, 130), kv_heads=2, compressed=(8, 4)),
     "compressed-some-of-the-tokens": Case(group=4, documents=(430,), every=3, batch=2, compressed=(8, 8)),
     "compressed-some-tokens-of-documents": Case(group=1, documents=(50, 9, 164, 70), every=5, compressed=(16, 8)),
-    "tiles-of-64-rows-bf16": Case(
-        group=6, documents=(390,), block_size=64, dims=(64, 64), dtype=BF16, num_selected=3, batch=2, order="bthd"
+    "tiles-of-64-rows-bf16": tiled(group=6, documents=(390,), num_selected=3, batch=2, order="bthd"),
+    "tiles-of-64-rows-fp16-chunks-and-copies": tiled(
+        group=4, documents=(205,), dims=(128, 128), dtype=FP16, kv_heads=2, num_selected=3, limits=chunks(128, 16, 64)
     ),
-    "tiles-of-64-rows-fp16-chunks-and-copies": Case(
-        group=4,
-        documents=(205,),
-        block_size=64,
-        dims=(128, 128),
-        dtype=FP16,
-        kv_heads=2,
-        num_selected=3,
-        limits=(*chunks(128), ("LIST_QUERIES", 16), ("LEAST_LIST_ROWS", 64)),
+    "tiles-of-64-rows-block-48": tiled(
+        group=3, documents=(300,), block_size=48, dims=(64, 128), num_selected=3, missing=0.4
     ),
-    "tiles-of-64-rows-block-48": Case(
-        group=3, documents=(300,), block_size=48, dims=(64, 128), dtype=BF16, num_selected=3, missing=0.4
-    ),
-    "tiles-of-64-rows-group-64": Case(group=64, documents=(70,), block_size=64, dims=(64, 64), dtype=BF16),
+    "tiles-of-64-rows-group-64": tiled(group=64, documents=(70,)),
     "window-128-bf16": Case(group=4, documents=(330,), dims=(128, 128), dtype=BF16, window_size=64, order="bthd"),
     "window-64-128-longer-than-all": Case(group=2, documents=(200,), dims=(64, 128), dtype=FP16, window_size=500),
     "window-64-of-one": Case(group=1, documents=(130,), dims=(64, 64), dtype=BF16, window_size=1, batch=2),
@@ -264,15 +258,15 @@ CASES = {
         group=4, documents=(150,), dims=(64, 64), dtype=BF16, order="bthd", window_size=40, compressed=(8, 8)
     ),
     "gated-but-for-selected": gated(
-        group=2, documents=(90,), dims=(24, 40), window_size=20, compressed=(16, 8), ungated="slc"
+        group=2, documents=(90,), dims=(24, 40), window_size=20, compressed=(16, 8), ungated="slc", recompute=BOTH
     ),
-    "gated-documents": gated(group=2, documents=(40, 3, 70, 1, 33), kv_heads=2),
+    "gated-documents": gated(group=2, documents=(40, 3, 70, 1, 33), kv_heads=2, recompute=BOTH),
     "gated-one-head-at-a-time": gated(group=2, documents=(70,), batch=2, kv_heads=3, limits=ONE_HEAD),
     "gated-gathered": gated(group=2, documents=(90,), kv_heads=2, block_size=4, num_selected=65),
-    "gated-without-window": gated(group=3, documents=(130,), kv_heads=2, window_size=None),
+    "gated-without-window": gated(group=3, documents=(130,), kv_heads=2, window_size=None, recompute=("cmp",)),
     "gated-documents-without-window": gated(group=2, documents=(40, 3, 70), window_size=None),
-    "gated-shorter-than-a-key": gated(group=2, documents=(31,), window_size=9, compressed=(32, 16)),
-    "gated-negative-scale": gated(group=2, documents=(90,), scale=-0.3, order="sliced"),
+    "gated-shorter-than-a-key": gated(group=2, documents=(31,), window_size=9, compressed=(32, 16), recompute=("win",)),
+    "gated-negative-scale": gated(group=2, documents=(90,), scale=-0.3, order="sliced", recompute=BOTH),
     "hopper": hopper(
         group=3,
         documents=(290,),
@@ -280,7 +274,8 @@ CASES = {
         num_selected=3,
         window_size=20,
         garbage=True,
-        limits=(*chunks(256), ("LIST_QUERIES", 100), ("LEAST_LIST_ROWS", 200)),
+        recompute=BOTH,
+        limits=chunks(256, 100, 200),
         hopper=(*ON_HOPPER, "hopper_combine", "hopper_sum_slots"),
     ),
     "hopper-128": hopper(

@@ -8,6 +8,7 @@ selected branch has weight 1, backward takes the sum in place of its output, whi
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -49,6 +50,7 @@ def _attend(
     call: Call,
     by_token: bool,
     residual: bool,
+    recompute: Sequence[str],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the sum, see ``flexnsa.attention.interface.GatedSum``; what is not computed is empty.
 
@@ -62,12 +64,7 @@ def _attend(
     of_window = None if call.window_positions is call.positions else positions_of(q, call.window_positions)
     inputs = GatedInputs(
         q,
-        given(keys.k_cmp),
-        given(keys.v_cmp),
-        k_slc,
-        v_slc,
-        keys.k_win,
-        keys.v_win,
+        *(given(keys.k_cmp), given(keys.v_cmp), k_slc, v_slc, keys.k_win, keys.v_win),
         gates,
         compressed.out,
         given(compressed.lse),
@@ -81,6 +78,7 @@ def _attend(
         *sizes,
         by_token,
         residual,
+        *("cmp" in recompute, "win" in recompute),
     )
     out, out_slc, _, out_win, *_ = _gated_attention(inputs)
     return out, out_slc, out_win
@@ -89,7 +87,8 @@ def _attend(
 class GatedInputs(NamedTuple):
     """The inputs of all branches, of which gradients have those of ``q`` to ``gates``; see :func:`_attend`.
 
-    Where ``window_token`` is None, queries have the same positions among the keys of all branches.
+    Where ``window_token`` is None, queries have the same positions among the keys of all branches. An output that is
+    computed ``again`` is not saved for backward.
     """
 
     q: Tensor
@@ -117,6 +116,8 @@ class GatedInputs(NamedTuple):
     capacity: int
     by_token: bool
     residual: bool
+    again_cmp: bool
+    again_win: bool
 
     @property
     def compressed(self) -> IntervalInputs:
@@ -207,35 +208,26 @@ def _(inputs: GatedInputs) -> GatedOutputs:
 
 @opaque_operator("gated_stats_triton", launches_kernels=True)
 def _gated_stats(
-    grad_out: Tensor,
-    gates: Tensor,
-    out_cmp: Tensor,
-    out_slc: Tensor,
-    out_win: Tensor,
-    lse_cmp: Tensor,
-    lse_slc: Tensor,
-    lse_win: Tensor,
-    scale: float,
-    kv_heads: int,
-    from_sum: bool,
+    grad_out: Tensor, inputs: GatedInputs, out_slc: Tensor, lse_slc: Tensor, out_win: Tensor | None, lse_win: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradient of the gates, and the stats of each branch; empty ones for no window."""
     from flexnsa.attention.triton.kernels.output_rows import stats_of_gated
 
-    outs, lses = (out_cmp, out_slc, out_win)[: len(gates)], (lse_cmp, lse_slc, lse_win)[: len(gates)]
-    return stats_of_gated(grad_out, outs, lses, gates, scale, kv_heads, from_sum=from_sum)
+    gates = given(inputs.gates)
+    # Not in operators of their own: the compiler would save the result of forward's in place of the compressed one.
+    out_cmp = attend_to_intervals(inputs.compressed)[0] if inputs.out_cmp is None else inputs.out_cmp
+    out_win = attend_to_intervals(given(inputs.window))[0] if out_win is None else out_win
+    outs, lses = (out_cmp, out_slc, out_win)[: len(gates)], (given(inputs.lse_cmp), lse_slc, lse_win)[: len(gates)]
+    scale, kv_heads = inputs.factors[0], inputs.k_slc.shape[1]
+    return stats_of_gated(grad_out, outs, lses, gates, scale, kv_heads, from_sum=inputs.residual)
 
 
 @_gated_stats.register_fake
-def _(
-    grad_out: Tensor,  # noqa: ARG001
-    gates: Tensor,
-    out_cmp: Tensor,
-    *others: *tuple[*tuple[object, ...], int, bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(_grad_out: Tensor, inputs: GatedInputs, *_: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from flexnsa.attention.triton.kernels.output_rows import empty_gated_stats
 
-    return gates.new_empty(gates.shape), *empty_gated_stats(out_cmp, others[-2], len(gates))
+    gates = given(inputs.gates)
+    return gates.new_empty(gates.shape), *empty_gated_stats(inputs.q, inputs.k_slc.shape[1], len(gates))
 
 
 @opaque_operator("gated_gradients_triton", launches_kernels=True)
@@ -268,12 +260,7 @@ def _gated_gradients(
 
 @_gated_gradients.register_fake
 def _(
-    grad_out: Tensor,  # noqa: ARG001
-    stats_cmp: Tensor,  # noqa: ARG001
-    stats_slc: Tensor,  # noqa: ARG001
-    stats_win: Tensor,  # noqa: ARG001
-    inputs: GatedInputs,
-    *_: Tensor,
+    _grad_out: Tensor, _cmp: Tensor, _slc: Tensor, _win: Tensor, inputs: GatedInputs, *_: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     q, window = inputs.q, inputs.window
     grads_slc = empty_gradients(*inputs.selected[:3])[1:]
@@ -281,16 +268,20 @@ def _(
     return *empty_gradients(*inputs.compressed[:3]), *grads_slc, *grads_win
 
 
+def _kept(inputs: GatedInputs, outputs: GatedOutputs) -> tuple[GatedInputs, tuple[Tensor | None, ...]]:
+    """Leave out the outputs that backward computes again."""
+    inputs = inputs._replace(out_cmp=None) if inputs.again_cmp else inputs
+    return inputs, (*outputs[:3], None if inputs.again_win else outputs[3], *outputs[4:])
+
+
 def _gradients(grad_out: Tensor, inputs: GatedInputs, *outputs: *GatedOutputs) -> tuple[Tensor | None, ...]:
     """Return the gradients of q, keys, values and gates; compiled code frees the outputs between the two operators."""
-    total, out_slc, lse_slc, out_win, lse_win, order, replicas = outputs
-    gates, out_cmp, lse_cmp = given(inputs.gates), given(inputs.out_cmp), given(inputs.lse_cmp)
-    outs, lses = (out_cmp, total if inputs.residual else out_slc, out_win), (lse_cmp, lse_slc, lse_win)
-    stats = _gated_stats(grad_out, gates, *outs, *lses, inputs.factors[0], inputs.k_slc.shape[1], inputs.residual)
+    total, out_slc, *others, order, replicas = outputs
+    stats = _gated_stats(grad_out, inputs, total if inputs.residual else out_slc, *others)
     inputs = inputs._replace(gates=None, out_cmp=None, lse_cmp=None)
     grads = _gated_gradients(grad_out, *stats[1:], inputs, order, replicas)
     of_window = (None, None) if inputs.k_win is None else grads[5:]
     return *grads[:5], *of_window, stats[0]
 
 
-_gated_attention.register_backward(_gradients, differentiable=1)
+_gated_attention.register_backward(_gradients, differentiable=1, keep=_kept)

@@ -221,7 +221,7 @@ class Work:
 
     def attention(self) -> int:
         """Return q, and what each branch saves besides."""
-        again = sum(self.rebuilt(tag) for tag in self.config.recompute)
+        again = sum(self.sizes.outputs if self.at_once() else self.rebuilt(tag) for tag in self.config.recompute)
         return self.attention_of_forward() - again - (self.sizes.indices - self.indices)
 
     def attention_of_forward(self) -> int:
@@ -232,7 +232,7 @@ class Work:
 
     def at_once(self) -> bool:
         """Return whether the branches have one backward pass, as in :mod:`flexnsa.attention.triton.gated`."""
-        several = {"cmp", "slc"} <= {*self.config.branches} and not self.config.recompute
+        several = {"cmp", "slc"} <= {*self.config.branches} and "slc" not in self.config.recompute
         return several and self.impl == "triton" and self.footprint("cmp") is FOOTPRINTS["triton"]
 
     def unstored(self) -> int:
@@ -333,13 +333,13 @@ class Work:
 
         The gradient of the sum and those of q and of the other branches' keys are there, and the stats of all branches.
         On Hopper the gradient of q from the window is computed with the sum. The gradient of the output's weight comes
-        later, so its operands are there, too.
+        later, so its operands are there, too. Outputs that are computed again are there before those gradients.
         """
-        sizes, branches = self.sizes, self.config.branches
+        sizes, branches, again = self.sizes, self.config.branches, len(self.config.recompute)
         others = [tag for tag in branches if tag != "slc"]
         of_queries = (1 if self.plan.joins_backward else len(others)) * sizes.queries
-        stats = 2 * len(others) * sizes.lse
-        above = of_queries + sum(sizes.keys(sizes.length(tag)) for tag in others) + stats
-        operands = sizes.outputs + 2 * self.residual * self.activation // 4
-        freed = (len(branches) - self.unstored()) * sizes.outputs if self.compiled else 0  # once stats are computed
-        return sizes.outputs + operands + above + self.footprint("slc").backward("slc", sizes) - freed
+        of_keys = sum(sizes.keys(sizes.length(tag)) for tag in others)
+        gradients = of_queries + of_keys + self.footprint("slc").backward("slc", sizes)
+        there = 2 * sizes.outputs + 2 * self.residual * self.activation // 4 + 2 * len(others) * sizes.lse
+        freed = len(branches) - self.unstored() - again if self.compiled else 0  # outputs, once stats are computed
+        return there + max(again * sizes.outputs, gradients - freed * sizes.outputs)
