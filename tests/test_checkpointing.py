@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from flexnsa import NativeSparseAttention
@@ -33,10 +34,16 @@ def test_checkpointed_gradients_are_those_of_the_plain_layer(compiled: bool) -> 
 @pytest.mark.parametrize("mods", [{}, {"score_mod": soft_cap(2.0)}], ids=["no mod", "mod"])
 def test_selection_runs_once_where_plain_checkpointing_runs_it_twice(mods: dict[str, Any]) -> None:
     layer, x = NativeSparseAttention(32, 6, 2, 8, config=SMALL), torch.randn(2, 70, 32)
-    calls = []
-    options: tuple[dict[str, Any], ...] = ({"context_fn": keep_selection}, {"determinism_check": "default"})
-    for option in options:
+    for times, options in ((1, {"context_fn": keep_selection}), (2, {"determinism_check": "default"})):
         with Operators() as ran:
-            gradients(layer, x, **option, **mods)
-        calls.append(sum(len(ran.calls[name.split(".")[1]]) for name in SELECTION_OPERATORS))
-    assert calls == [1, 2]
+            gradients(layer, x, **options, **mods)
+        assert sum(len(ran.calls[name.split(".")[1]]) for name in SELECTION_OPERATORS) == times
+
+
+def test_a_restart_finds_what_was_compiled_of_a_checkpoint() -> None:
+    x = torch.randn(8, requires_grad=True)
+    counters.clear()
+    for _ in range(2):
+        torch.compiler.reset()
+        torch.compile(checkpoint)(torch.sin, x, use_reentrant=False, context_fn=keep_selection).sum().backward()
+    assert counters["aot_autograd"]["autograd_cache_hit"]

@@ -26,12 +26,13 @@ def project(x: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
     results are then strided views of the product. A CPU gains nothing by this. A module that does more than multiply
     (a subclass, a bias, hooks, another forward or kind of weight) is called.
     """
-    each = _once(linears)
+    each = dict.fromkeys(linears)
     if x.is_cuda and all(map(is_plain, each)):
         rows = project_together(x, [linear.weight for linear in each])
     else:
         rows = [linear(x) for linear in each]
-    return [rows[each.index(linear)] for linear in linears]
+    of_each = dict(zip(each, rows, strict=True))
+    return [of_each[linear] for linear in linears]
 
 
 def project_named(x: Tensor, maps: Mapping[str, nn.Linear]) -> dict[str, Tensor]:
@@ -50,10 +51,11 @@ def project_few(x: Tensor, linears: Sequence[nn.Linear]) -> list[Tensor]:
 
     It has no gradient.
     """
-    each = _once(linears)
+    each = dict.fromkeys(linears)
     product = multiply_few_rows(torch.flatten(x, 0, -2).contiguous(), [linear.weight for linear in each])
     rows = torch.split(torch.unflatten(product, 0, x.shape[:-1]), [linear.out_features for linear in each], dim=-1)
-    return [rows[each.index(linear)] for linear in linears]
+    of_each = dict(zip(each, rows, strict=True))
+    return [of_each[linear] for linear in linears]
 
 
 def project_together(x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
@@ -136,8 +138,3 @@ def has_no_hooks(module: nn.Module) -> bool:
     has_hooks = any(getattr(module, name) for name in hooks) or any(of_all_modules)
     is_called_as_any = type(module).__call__ is nn.Module.__call__
     return is_called_as_any and "forward" not in vars(module) and not has_hooks
-
-
-def _once(linears: Sequence[nn.Linear]) -> list[nn.Linear]:
-    """Return each module once, in order: branches may share one."""
-    return [linear for i, linear in enumerate(linears) if linear not in linears[:i]]

@@ -37,6 +37,9 @@ def keep_selection() -> tuple[Any, Any]:
     return create_selective_checkpoint_contexts(_policy)
 
 
+# Without it, a restarted process would not read again what torch.compile has stored of a checkpointed layer.
+keep_selection.cache_hash = " ".join(SELECTION_OPERATORS)  # pyright: ignore[reportFunctionMemberAccess]
+
+
 def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    selects = str(operator) in SELECTION_OPERATORS
-    return CheckpointPolicy.MUST_SAVE if selects else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if str(operator) in SELECTION_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE

@@ -71,8 +71,7 @@ def test_a_checkpoint_that_keeps_the_selection_raises_in_transforms() -> None:
     attention = layer("sdpa")
 
     def loss(x: Tensor) -> Tensor:
-        out = checkpoint(attention, x, use_reentrant=False, context_fn=keep_selection)
-        return out.square().sum()
+        return checkpoint(attention, x, use_reentrant=False, context_fn=keep_selection).square().sum()
 
     with pytest.raises(NotImplementedError, match=r"^keep_selection works in no transform of torch\.func"):
         grad(loss)(X)

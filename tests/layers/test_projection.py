@@ -63,28 +63,20 @@ def plain() -> torch.nn.Linear:
     return torch.nn.Linear(4, 4, bias=False)
 
 
-def hooked() -> torch.nn.Linear:
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda linear: linear.register_forward_hook(lambda *_: None),
+        lambda linear: setattr(linear, "forward", torch.relu),
+        lambda linear: setattr(linear, "weight", torch.nn.Parameter(linear.weight.detach().as_subclass(Packed))),
+        lambda linear: setattr(linear, "bias", torch.nn.Parameter(torch.zeros(4))),
+    ],
+)
+def test_only_plain_maps_share_a_product(change: Callable[[torch.nn.Linear], object]) -> None:
     linear = plain()
-    linear.register_forward_hook(lambda *_: None)
-    return linear
-
-
-def patched() -> torch.nn.Linear:
-    linear = plain()
-    linear.forward = torch.relu
-    return linear
-
-
-def packed() -> torch.nn.Linear:
-    linear = plain()
-    linear.weight = torch.nn.Parameter(linear.weight.detach().as_subclass(Packed))
-    return linear
-
-
-@pytest.mark.parametrize("make", [hooked, patched, packed, lambda: torch.nn.Linear(4, 4)])
-def test_only_plain_maps_share_a_product(make: Callable[[], torch.nn.Linear]) -> None:
-    assert is_plain(plain())
-    assert not is_plain(make())
+    assert is_plain(linear)
+    change(linear)
+    assert not is_plain(linear)
 
 
 def test_no_map_is_plain_while_all_modules_have_a_hook() -> None:
