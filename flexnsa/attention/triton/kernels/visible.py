@@ -1,4 +1,4 @@
-# pyright: standard, reportGeneralTypeIssues=false
+# pyright: standard, reportArgumentType=false, reportGeneralTypeIssues=false
 """The keys that queries see: positions, compressed tokens, the runs of keys that a tile shares, and capped scores."""
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def runs(low, high, BN: tl.constexpr):
 
 
 @jit
-def capped(x, INNER: tl.constexpr, DTYPE: tl.constexpr):
+def capped(x, INNER: tl.constexpr, DTYPE: tl.constexpr = tl.bfloat16):
     """Return ``tanh(INNER * x)`` of products of numbers of a dtype; without a soft cap, where it is 0, the products.
 
     The hardware's has a relative error of 2^-11. The exact one is Cephes' polynomial near 0, where ``1 - 1`` rounds.

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from flexnsa.attention.triton.kernels.gluon import async_load, barrier, gluon_jit
 from flexnsa.attention.triton.kernels.hopper.rows import copy_layout, copy_rows, product_layout, product_with
-from flexnsa.attention.triton.kernels.hopper.visible import capped, count_visible
+from flexnsa.attention.triton.kernels.visible import capped, count_visible
 
 
 @gluon_jit(do_not_specialize=["first_row", "num_rows", "num_keys", "width"])

@@ -14,7 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from flexnsa.attention.triton.kernels.gluon import async_load, barrier, gluon_jit
 from flexnsa.attention.triton.kernels.hopper.rows import copy_gathered, load_rows, product_layout, store_layout
-from flexnsa.attention.triton.kernels.hopper.visible import capped, count_masked, first_key, keys_of_pair, through_cap
+from flexnsa.attention.triton.kernels.selected_pairs import count_masked, first_key, keys_of_pair
+from flexnsa.attention.triton.kernels.visible import capped, through_cap
 
 
 @gluon_jit(
@@ -61,7 +62,7 @@ def hopper_backward_parts(
         where = None
         if HAS_POSITIONS:
             where = idx_ptr + (bh * num_queries + t0) * n, token_ptr, start_ptr, (b * p_sb + t0).to(gl.int32)
-        begin = first_key(gl.load(replicas_ptr), order_ptr, where, n, SIZE)
+        begin = first_key(gl.load(replicas_ptr), gl.load(order_ptr), where, n, SIZE)
         first = gl.maximum(begin, 0) if HAS_POSITIONS else begin
         end = gl.minimum(begin + SIZE, num_keys)
         # So many queries, first in the list, may not see the whole key tile.

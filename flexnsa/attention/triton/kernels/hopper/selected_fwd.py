@@ -23,7 +23,8 @@ from flexnsa.attention.triton.kernels.hopper.rows import (
     product_with,
     store_layout,
 )
-from flexnsa.attention.triton.kernels.hopper.visible import capped, count_masked, first_key, keys_of_pair
+from flexnsa.attention.triton.kernels.selected_pairs import count_masked, first_key, keys_of_pair
+from flexnsa.attention.triton.kernels.visible import capped
 
 
 @gluon_jit(
@@ -60,7 +61,7 @@ def hopper_forward_parts(
         where = None
         if HAS_POSITIONS:
             where = idx_ptr + (bh * num_queries + t0) * n, token_ptr, start_ptr, (b * p_sb + t0).to(gl.int32)
-        begin = first_key(gl.load(replicas_ptr), order_ptr, where, n, SIZE)
+        begin = first_key(gl.load(replicas_ptr), gl.load(order_ptr), where, n, SIZE)
         first = gl.maximum(begin, 0) if HAS_POSITIONS else begin
         end = gl.minimum(begin + SIZE, num_keys)
         q_tiles = gl.allocate_shared_memory(dtype, [2, BM, DK], swizzled)
