@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +15,17 @@ from flexnsa.masks.user_mods import ScoreMod, SoftCap, cap_of
 COMPRESSORS = {"mean": 0, "linear": 2, "mlp": 3}
 """Kinds of compressors, and how many parameters each has."""
 
-StepArguments = tuple[Tensor, Tensor, Sequence[Tensor], Tensor | None, Sequence[Tensor], Sequence[int], Sequence[float]]
-"""A step as an operator takes it: lengths, reached, buffers, new_lengths, all other tensors, sizes, and factors."""
+
+class StepArguments(NamedTuple):
+    """A step as an operator takes it; ``tensors`` are all others."""
+
+    lengths: Tensor
+    reached: Tensor
+    buffers: Sequence[Tensor]
+    new_lengths: Tensor | None
+    tensors: Sequence[Tensor]
+    sizes: Sequence[int]
+    factors: Sequence[float]
 
 
 def buffer_names(branches: Sequence[str], indexed: bool = False, follows: bool = False) -> list[str]:
@@ -234,7 +244,7 @@ class StepInputs:
         branches = [tag for tag in BRANCHES if tag in self.k]
         index, blocks = self.index, self.block_indices
         phis = self.phi_k, self.phi_v, None if index is None else index.phi
-        return (
+        return StepArguments(
             self.lengths,
             self.reached,
             [self.buffers[name] for name in buffer_names(branches, index is not None, blocks is not None)],
@@ -261,17 +271,9 @@ class StepInputs:
         )
 
     @classmethod
-    def from_args(
-        cls,
-        lengths: Tensor,
-        reached: Tensor,
-        buffers: Sequence[Tensor],
-        new_lengths: Tensor | None,
-        tensors: Sequence[Tensor],
-        sizes: Sequence[int],
-        factors: Sequence[float],
-    ) -> StepInputs:
+    def from_args(cls, arguments: StepArguments) -> StepInputs:
         """Undo :meth:`to_args`."""
+        lengths, reached, buffers, new_lengths, tensors, sizes, factors = arguments
         has_branches, kinds, (follows, gate, num_heads, max_seq_len, *config) = sizes[:3], sizes[3:6], sizes[6:]
         branches = [tag for tag, has in zip(BRANCHES, has_branches, strict=True) if has]
         scale, rope_base, rope_scale, cap = factors

@@ -12,6 +12,14 @@ INTERPRETED: tl.constexpr = tl.constexpr(knobs.runtime.interpret)
 
 
 @jit
+def place_in_scores(num_rows, width, BT: tl.constexpr, BJ):
+    """Return the first row and the first block that a program scores, and its batch element and head."""
+    tiles_t, tiles_j = (num_rows + BT - 1) // BT, (width + BJ - 1) // BJ
+    tile = tl.program_id(0)
+    return tile // tiles_j % tiles_t * BT, tile % tiles_j * BJ, (tile // tiles_j // tiles_t).to(tl.int64)
+
+
+@jit
 def load_positions(token_ptr, start_ptr, t, num_queries, HAS_POSITIONS: tl.constexpr):
     """Return the token, and the first key of the document, of the queries ``t``; some may exceed the last query."""
     if HAS_POSITIONS:
