@@ -81,7 +81,7 @@ class IndexInputs:
     phi: CompressorWeights
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepInputs:
     """``T`` new tokens of each sequence after projection, and the cache that they are added to.
 
@@ -115,12 +115,12 @@ class StepInputs:
     v: Mapping[str, Tensor]
     gates: Tensor
     gate: str
-    phi_k: CompressorWeights | None
-    phi_v: CompressorWeights | None
+    phi_k: CompressorWeights | None = None
+    phi_v: CompressorWeights | None = None
     buffers: Mapping[str, Tensor]
     lengths: Tensor
     reached: Tensor
-    new_lengths: Tensor | None
+    new_lengths: Tensor | None = None
     max_seq_len: int
     num_heads: int
     config: NSAConfig
@@ -169,12 +169,9 @@ class StepInputs:
             v={},
             gates=gates.flatten(2),
             gate="none",
-            phi_k=None,
-            phi_v=None,
             buffers=buffers,
             lengths=no_lengths,
             reached=no_lengths,
-            new_lengths=None,
             max_seq_len=max_seq_len,
             num_heads=q.shape[2],
             config=config,

@@ -1,9 +1,8 @@
-"""Block selection in Triton, run by Triton's interpreter, against the formula written out densely in float64."""
+"""Block selection in Triton, run by its interpreter or a GPU, against the formula written out densely in float64."""
 
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -15,34 +14,14 @@ from flexnsa.config import num_blocks, num_compressed
 from flexnsa.masks.positions import Positions
 from tests.support import triton_selection
 from tests.support.interpreter import Interpret
-from tests.support.triton_selection import (
-    CASES,
-    PRODUCTS,
-    choose_by_products,
-    dense_lse_and_importance,
-    ranks,
-    run_kernels,
-    select,
-)
+from tests.support.triton_selection import CASES, PRODUCTS, dense_lse_and_importance, ranks, select
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_importance_and_lse_match_the_dense_formula(name: str, interpret: Interpret) -> None:
-    assert_dense_importance_and_lse(name, interpret(triton_selection, name))
-
-
-def assert_dense_importance_and_lse(name: str, got: dict[str, Any]) -> None:
-    lse, importance = dense_lse_and_importance(CASES[name])
+def test_importance_and_lse_match_the_dense_formula_and_choose_the_stable_top_n(name: str, compute: Interpret) -> None:
+    got, (lse, importance) = compute(triton_selection, name), dense_lse_and_importance(CASES[name])
     torch.testing.assert_close(got["importance"].double(), importance, rtol=1e-6, atol=1e-7 * CASES[name].group)
     torch.testing.assert_close(got["lse"].double(), lse, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_selection_is_the_stable_top_n_of_the_importance(name: str, interpret: Interpret) -> None:
-    assert_stable_top_n(name, interpret(triton_selection, name))
-
-
-def assert_stable_top_n(name: str, got: dict[str, Any]) -> None:
     assert torch.equal(got["selected"], select(CASES[name], got["importance"]))
 
 
@@ -70,15 +49,8 @@ def test_equal_scores_select_the_lowest_indices(interpret: Interpret) -> None:
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_blocks_by_products_are_those_of_chunks(name: str, interpret: Interpret) -> None:
-    chosen = interpret(triton_selection, name)
-    assert torch.equal(chosen["got"], chosen["want"])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_compiled_kernels_choose_by_products_as_chunks_do(name: str) -> None:
-    chosen = choose_by_products(PRODUCTS[name], "cuda")
+def test_blocks_by_products_are_those_of_chunks(name: str, compute: Interpret) -> None:
+    chosen = compute(triton_selection, name)
     assert torch.equal(chosen["got"], chosen["want"])
 
 
@@ -94,14 +66,6 @@ def test_chunks_hold_every_query_once_and_fill_a_gpu(width: int | None, heads: i
         assert blocks >= (width or num_blocks(first + rows, config))
         unaligned = blocks - 16
         assert 8 * heads * rows * unaligned <= max(SCRATCH_BYTES, 8 * blocks * MANY_PROGRAMS)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", CASES)
-def test_compiled_kernels_match_the_dense_formula(name: str) -> None:
-    got = run_kernels(CASES[name], "cuda")
-    assert_dense_importance_and_lse(name, got)
-    assert_stable_top_n(name, got)
 
 
 @pytest.mark.gpu

@@ -126,6 +126,6 @@ def compile_operator() -> dict[str, Any]:
     return {"same": all(same), "graphs": graphs}
 
 
-def interpret(name: str) -> dict[str, Any]:
+def interpret(name: str, device: str = "cpu") -> dict[str, Any]:
     """Run a case, or the compiled operators."""
-    return compile_operator() if name == "compiled" else run(CASES[name])
+    return compile_operator() if name == "compiled" else run(CASES[name], device)

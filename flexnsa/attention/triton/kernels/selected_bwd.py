@@ -28,6 +28,8 @@ from flexnsa.attention.triton.kernels.intervals import add_parts
 from flexnsa.attention.triton.kernels.kernel import jit
 from flexnsa.attention.triton.kernels.selected_lists import Lists, Selection
 from flexnsa.attention.triton.kernels.selected_pairs import (
+    OF_CHUNK,
+    OF_REPLICAS,
     count_masked,
     first_key,
     has_parity,
@@ -168,12 +170,7 @@ def backward(
     add_parts((dk.view(k.shape), dv.view(v.shape)), grad_k, grad_v, scale=outer)
 
 
-@jit(
-    do_not_specialize=[
-        "p_sb", "kv_heads", "num_queries", "num_keys", "chunk", "index", "num_chunks", "num_replicas", "num_shared",
-        "parity",
-    ]
-)  # fmt: skip
+@jit(do_not_specialize=[*OF_CHUNK, *OF_REPLICAS])
 def backward_parts(
     q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, idx_ptr, token_ptr, start_ptr, p_sb, order_ptr, replicas_ptr,
     dq_ptr, dk_ptr, dv_ptr, dk_shared_ptr, dv_shared_ptr,
@@ -294,12 +291,7 @@ def _store(ptr, x, mask, slot):
     tl.store(ptr, x + tl.load(ptr, mask=mask & (slot < 0), other=0.0), mask=mask)
 
 
-@jit(
-    do_not_specialize=[
-        "p_sb", "kv_heads", "num_queries", "num_keys", "chunk", "index", "num_chunks", "num_replicas", "num_shared",
-        "parity",
-    ]
-)  # fmt: skip
+@jit(do_not_specialize=[*OF_CHUNK, *OF_REPLICAS])
 def sum_shared(
     idx_ptr, token_ptr, start_ptr, p_sb, order_ptr, replicas_ptr, dk_ptr, dv_ptr, dk_shared_ptr, dv_shared_ptr,
     kv_heads, num_queries, num_keys, chunk, index, num_chunks, num_replicas, num_shared, parity,
@@ -339,7 +331,7 @@ def sum_shared(
         tl.store(dv_ptr + to * DV + v_col, dv, mask=valid & (v_col < DV))
 
 
-@jit(do_not_specialize=["p_sb", "kv_heads", "num_queries", "num_keys", "chunk", "index"])
+@jit(do_not_specialize=OF_CHUNK)
 def sum_slots(
     part_ptr, idx_ptr, token_ptr, start_ptr, p_sb, cmp_ptr, win_ptr, dq_ptr, d_sb, d_sh, d_sg, d_st,
     kv_heads, num_queries, num_keys, chunk, index,

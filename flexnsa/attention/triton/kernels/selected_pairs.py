@@ -7,6 +7,10 @@ import triton.language as tl
 
 from flexnsa.attention.triton.kernels.kernel import jit
 
+OF_CHUNK = ["p_sb", "kv_heads", "num_queries", "num_keys", "chunk", "index"]
+OF_REPLICAS = ["num_chunks", "num_replicas", "num_shared", "parity"]
+"""Numbers for whose values no kernel is compiled anew."""
+
 
 @jit
 def locate(block, token, start, num_keys, SIZE: tl.constexpr, HAS_POSITIONS: tl.constexpr):

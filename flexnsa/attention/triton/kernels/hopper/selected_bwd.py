@@ -14,16 +14,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from flexnsa.attention.triton.kernels.gluon import async_load, barrier, gluon_jit
 from flexnsa.attention.triton.kernels.hopper.rows import copy_gathered, load_rows, product_layout, store_layout
-from flexnsa.attention.triton.kernels.selected_pairs import count_masked, first_key, keys_of_pair
+from flexnsa.attention.triton.kernels.selected_pairs import OF_CHUNK, OF_REPLICAS, count_masked, first_key, keys_of_pair
 from flexnsa.attention.triton.kernels.visible import capped, through_cap
 
 
-@gluon_jit(
-    do_not_specialize=[
-        "p_sb", "kv_heads", "num_queries", "num_keys", "chunk", "index", "num_chunks", "num_replicas", "num_shared",
-        "parity",
-    ]
-)  # fmt: skip
+@gluon_jit(do_not_specialize=[*OF_CHUNK, *OF_REPLICAS])
 def hopper_backward_parts(
     q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, idx_ptr, token_ptr, start_ptr, p_sb, order_ptr, replicas_ptr,
     dq_ptr, dk_ptr, dv_ptr, dk_shared_ptr, dv_shared_ptr,
