@@ -212,9 +212,7 @@ def attend(
             kept, win = None if residual else slc, win if "win" in branches else None
             return out, NSAAux(blocks, compressed.out, kept, win, compressed.lse)
 
-    def run(tag: str, branch: Callable[..., B], *inputs: Tensor) -> B:
-        if tag not in recompute:
-            return branch(*inputs, call)
+    def again(tag: str, branch: Callable[..., B], *inputs: Tensor) -> B:
         products[tag], attended = _recomputed(branch, gates.get(tag), inputs, call)
         return attended
 
@@ -223,14 +221,19 @@ def attend(
         recompute = ()
     compressed, by = None, implementation
     if "cmp" in branches:
-        compressed = run("cmp", by.compressed, q, given(keys.k_cmp), given(keys.v_cmp))
+        of_cmp = q, given(keys.k_cmp), given(keys.v_cmp)
+        compressed = again("cmp", by.compressed, *of_cmp) if "cmp" in recompute else by.compressed(*of_cmp, call)
         outputs["cmp"] = compressed.out
     # A GPU attends to the window while the host prepares the many kernels that follow.
     if "win" in branches:
-        outputs["win"] = run("win", by.window, q, given(keys.k_win), given(keys.v_win)).out
+        of_win = q, given(keys.k_win), given(keys.v_win)
+        window = again("win", by.window, *of_win) if "win" in recompute else by.window(*of_win, call)
+        outputs["win"] = window.out
     if "slc" in branches:
         block_indices = select(compressed)
-        outputs["slc"] = run("slc", by.selected, q, given(keys.k_slc), given(keys.v_slc), block_indices).out
+        of_slc = q, given(keys.k_slc), given(keys.v_slc), block_indices
+        selected = again("slc", by.selected, *of_slc) if "slc" in recompute else by.selected(*of_slc, call)
+        outputs["slc"] = selected.out
     lse = None if compressed is None else compressed.lse
     aux = NSAAux(block_indices, outputs.get("cmp"), outputs.get("slc"), outputs.get("win"), lse)
     terms = (products[tag] if tag in products else gated(gates.get(tag), outputs[tag]) for tag in branches)
