@@ -91,3 +91,10 @@ def test_any_finite_scale_is_a_scale(impl: str, scale: float, branches: tuple[st
     double["block_indices"] = aux.block_indices
     expected = native_sparse_attention(**double, **options, impl="reference")
     torch.testing.assert_close(out.double(), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_scale_0_weighs_all_keys_alike() -> None:
+    first = native_sparse_attention(**X, config=SMALL, scale=0.0)
+    changed: dict[str, Any] = X | {"q": torch.randn_like(X["q"])}
+    other = native_sparse_attention(**changed, config=SMALL, scale=0.0)
+    torch.testing.assert_close(first, other)
