@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from flexnsa.attention.interface import given
 from flexnsa.layers.indexer import SelectionLoss
-from flexnsa.operators.attached_losses import Attached
 from flexnsa.torchtitan.options import Options
 
 
@@ -43,8 +44,7 @@ class Teaching:
         (loss,), (weight,) = selection.sums, selection.weights
         count = self.sequences * self.num_heads * min(seq_len, self.options.num_queries)
         parts = torch.stack((loss.detach(), weight))
-        counted = (self.tally * parts).sum()  # 0, with these as its gradient
-        return Attached.apply(out, loss * (self.options.selection_loss_weight / count) + counted)
+        return _Attach.apply(out, loss * (self.options.selection_loss_weight / count), self.tally, parts)
 
     @torch.no_grad()
     def take(self) -> Tensor:
@@ -53,3 +53,20 @@ class Teaching:
         taken = counted.clone()
         counted.zero_()
         return taken
+
+
+class _Attach(torch.autograd.Function):
+    """Add a loss to whatever loss an output leads to, and ``parts`` to the gradient of a tally."""
+
+    @staticmethod
+    def forward(out: Tensor, loss: Tensor, tally: Tensor, parts: Tensor) -> Tensor:  # noqa: ARG004
+        return out.view_as(out)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:  # noqa: ARG004
+        ctx.save_for_backward(inputs[3])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (parts,) = ctx.saved_tensors
+        return gradient, torch.ones_like(parts[0]), parts, None
