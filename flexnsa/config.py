@@ -235,6 +235,11 @@ def num_blocks(seq_len: int, config: NSAConfig) -> int:
     return -(-seq_len // config.select_block_size)
 
 
+def num_free_blocks(seq_len: int, config: NSAConfig) -> int:
+    """Return how many blocks the last query of a sequence chooses from: its candidates that are not forced."""
+    return max(0, num_blocks(seq_len + config.ahead, config) - config.num_init_blocks - config.num_local_blocks)
+
+
 def blocks_within(num_keys: int, config: NSAConfig) -> int:
     """Return an upper bound of ``M`` for sequences with ``num_keys`` compressed tokens; at most one too many."""
     return max(1, num_blocks(num_keys * config.compress_stride + config.compress_block_size - 1, config))

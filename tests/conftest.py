@@ -119,6 +119,12 @@ def interpret(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interpret]:
         yield ask
 
 
+@pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+def compute(request: pytest.FixtureRequest, interpret: Interpret) -> Interpret:
+    """Return what runs the kernels of a module's case: the interpreter, or a GPU."""
+    return interpret if request.param == "interpreter" else lambda module, name: module.interpret(name, request.param)
+
+
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Return a function that calls a command, which has to leave with status 2, and returns its one line of stderr."""

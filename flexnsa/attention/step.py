@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +15,17 @@ from flexnsa.masks.user_mods import ScoreMod, SoftCap, cap_of
 COMPRESSORS = {"mean": 0, "linear": 2, "mlp": 3}
 """Kinds of compressors, and how many parameters each has."""
 
-StepArguments = tuple[Tensor, Tensor, Sequence[Tensor], Tensor | None, Sequence[Tensor], Sequence[int], Sequence[float]]
-"""A step as an operator takes it: lengths, reached, buffers, new_lengths, all other tensors, sizes, and factors."""
+
+class StepArguments(NamedTuple):
+    """A step as an operator takes it; ``tensors`` are all others."""
+
+    lengths: Tensor
+    reached: Tensor
+    buffers: Sequence[Tensor]
+    new_lengths: Tensor | None
+    tensors: Sequence[Tensor]
+    sizes: Sequence[int]
+    factors: Sequence[float]
 
 
 def buffer_names(branches: Sequence[str], indexed: bool = False, follows: bool = False) -> list[str]:
@@ -71,7 +81,7 @@ class IndexInputs:
     phi: CompressorWeights
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepInputs:
     """``T`` new tokens of each sequence after projection, and the cache that they are added to.
 
@@ -105,12 +115,12 @@ class StepInputs:
     v: Mapping[str, Tensor]
     gates: Tensor
     gate: str
-    phi_k: CompressorWeights | None
-    phi_v: CompressorWeights | None
+    phi_k: CompressorWeights | None = None
+    phi_v: CompressorWeights | None = None
     buffers: Mapping[str, Tensor]
     lengths: Tensor
     reached: Tensor
-    new_lengths: Tensor | None
+    new_lengths: Tensor | None = None
     max_seq_len: int
     num_heads: int
     config: NSAConfig
@@ -159,12 +169,9 @@ class StepInputs:
             v={},
             gates=gates.flatten(2),
             gate="none",
-            phi_k=None,
-            phi_v=None,
             buffers=buffers,
             lengths=no_lengths,
             reached=no_lengths,
-            new_lengths=None,
             max_seq_len=max_seq_len,
             num_heads=q.shape[2],
             config=config,
@@ -234,7 +241,7 @@ class StepInputs:
         branches = [tag for tag in BRANCHES if tag in self.k]
         index, blocks = self.index, self.block_indices
         phis = self.phi_k, self.phi_v, None if index is None else index.phi
-        return (
+        return StepArguments(
             self.lengths,
             self.reached,
             [self.buffers[name] for name in buffer_names(branches, index is not None, blocks is not None)],
@@ -261,17 +268,9 @@ class StepInputs:
         )
 
     @classmethod
-    def from_args(
-        cls,
-        lengths: Tensor,
-        reached: Tensor,
-        buffers: Sequence[Tensor],
-        new_lengths: Tensor | None,
-        tensors: Sequence[Tensor],
-        sizes: Sequence[int],
-        factors: Sequence[float],
-    ) -> StepInputs:
+    def from_args(cls, arguments: StepArguments) -> StepInputs:
         """Undo :meth:`to_args`."""
+        lengths, reached, buffers, new_lengths, tensors, sizes, factors = arguments
         has_branches, kinds, (follows, gate, num_heads, max_seq_len, *config) = sizes[:3], sizes[3:6], sizes[6:]
         branches = [tag for tag, has in zip(BRANCHES, has_branches, strict=True) if has]
         scale, rope_base, rope_scale, cap = factors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,10 +21,4 @@ class KeepingSelection(SelectiveAC):
 
     def get_save_ops(self) -> set[Any]:
         """Return the operators whose results are saved."""
-        return super().get_save_ops() | {_operator(name) for name in SELECTION_OPERATORS}
-
-
-def _operator(name: str) -> Any:
-    """Return a registered operator, given its name with its overload: ``library.operator.overload``."""
-    library, operator, overload = name.split(".")
-    return getattr(getattr(getattr(torch.ops, library), operator), overload)
+        return super().get_save_ops() | {attrgetter(name)(torch.ops) for name in SELECTION_OPERATORS}

@@ -75,6 +75,25 @@ class ConvertedPreTrainedModel(SpreadHeads, PreTrainedModel):
             raise ValueError(f"attn_implementation: expected {expected}, got {requested_attention!r}")
         return LAYERS
 
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """Save as transformers does; ``share_index`` is that of the layers that are there, where others were cut.
+
+        Raises:
+            ValueError: a layer reads the index of one that is gone.
+        """
+        options, layers = self.config.flexnsa, layers_of(self)
+        if options and "share_index" in options:
+            places = {layer.layer_idx: place for place, layer in enumerate(layers)}
+            for layer in layers:
+                if layer.leader not in places:
+                    expected = f"layer {layer.leader} in a model to save, as layer {layer.layer_idx} reads its index"
+                    raise ValueError(f"share_index: expected {expected}, got layers {[*places]}")
+            self.config.flexnsa = {**options, "share_index": [places[layer.leader] for layer in layers]}
+        try:
+            return super().save_pretrained(*args, **kwargs)
+        finally:
+            self.config.flexnsa = options
+
     def _init_weights(self, module: nn.Module) -> None:
         # Of code that is not its own, transformers asks for modules with parameters of their own, one by one.
         if any(module is change.up for change in self.modules() if isinstance(change, Change)):
@@ -141,7 +160,7 @@ class ConvertedModel(ConvertedPreTrainedModel):
             **kwargs,
         )
         if selection is not None and taught is not None:
-            count = sum(layer.training for layer in layers) if cache is None and torch.is_grad_enabled() else 0
+            count = sum(layer.training for layer in layers_of(self)) if cache is None and torch.is_grad_enabled() else 0
             if len(taught.sums) < count:  # run without a gradient where the model is, and then again in backward
                 expected = "{'use_reentrant': False} of a model that is taught to select"
                 got = f"a checkpoint in which {count - len(taught.sums)} of {count} layers in training add no loss"
@@ -241,7 +260,12 @@ def take_layers(model: Any, layers: Mapping[str, nn.Module]) -> None:
     base = model.base_model
     if base is not model:
         become(base, getattr(type(model), "base_class", None) or type(base).dense_class)
-    base.nsa_layers = [layer for layer in layers.values() if isinstance(layer, ConvertedAttention)]
+    base.nsa_layers = layers_of(base)
+
+
+def layers_of(model: nn.Module) -> list[ConvertedAttention]:
+    """Return the NSA layers that a model has now, in order."""
+    return [module for module in model.modules() if isinstance(module, ConvertedAttention)]
 
 
 def become(model: Any, model_class: Any) -> None:

@@ -66,28 +66,6 @@ class TestWhoSeesWhom:
             assert torch.equal(changed, visible[..., s].repeat_interleave(2, dim=1)), f"key {s}"
 
     @impls
-    def test_heads_of_a_group_share_only_their_own_keys(self, impl: str) -> None:
-        x = make_inputs(SEQ_LEN, kv_heads=3, group=2)
-        before = attend(x, impl=impl)
-        for head in range(3):
-            changed = {}
-            for name in ("k", "v", "k_cmp", "v_cmp", "k_win", "v_win"):
-                changed[name] = x.named()[name].clone()
-                changed[name][:, head] += 1.0
-            rows = changed_rows(before, attend(x.replace(**changed), impl=impl))[0]
-            assert rows[2 * head : 2 * head + 2].all()
-            assert not rows[: 2 * head].any()
-            assert not rows[2 * head + 2 :].any()
-
-    @impls
-    def test_sequences_of_a_batch_do_not_meet(self, impl: str) -> None:
-        x = make_inputs(SEQ_LEN, batch=3)
-        whole = attend(x, impl=impl)
-        for b in range(3):
-            alone = Inputs(**{name: tensor[b : b + 1] for name, tensor in x.named().items()})
-            torch.testing.assert_close(attend(alone, impl=impl), whole[b : b + 1])
-
-    @impls
     def test_each_branch_reads_its_own_keys_and_its_own_gate(self, impl: str) -> None:
         """With two gates shut, only the keys of the third matter (block_indices fixed, as k_cmp chooses them)."""
         x = make_inputs(SEQ_LEN)

@@ -12,7 +12,7 @@ from flexnsa.attention.sdpa.chunks import IntervalInputs
 from flexnsa.attention.sdpa.interval import attend_to_intervals, differentiate_intervals
 from flexnsa.attention.sdpa.products import attend_by_products, differentiate_by_products
 from tests.attention.test_parity import check
-from tests.support.inputs import SMALL, Inputs, attend, attend_with_aux, make_inputs
+from tests.support.inputs import SMALL, Inputs, make_inputs
 
 WINDOW = SMALL.window_size
 BLOCKS = SMALL.num_selected_blocks * SMALL.select_block_size
@@ -51,52 +51,6 @@ def test_gradients_of_lse(length: int, branch: str, short: int, monkeypatch: pyt
         return [out, lse, *both, *torch.autograd.grad(lse.sin().sum(), (x.q, x.k))]
 
     torch.testing.assert_close(run("sdpa"), run("reference"))
-
-
-@lengths
-def test_selection_is_the_references(length: int) -> None:
-    x = make_inputs(length, batch=2)
-    chosen, expected = (select_blocks(x.q, x.k_cmp, config=SMALL, impl=impl) for impl in ("sdpa", "reference"))
-    assert chosen.dtype == expected.dtype
-    assert torch.equal(chosen, expected)
-
-
-@lengths
-def test_documents_are_as_if_alone(length: int) -> None:
-    """Documents of which the first is as long as a border, each with its own block grid."""
-    x = make_inputs(length + 30)
-    ids = (torch.arange(length + 30) >= length).long()[None]
-    compressed = {"k_cmp": torch.cat([x.k_cmp, x.k_cmp], 2), "v_cmp": torch.cat([x.v_cmp, x.v_cmp], 2)}
-    x = x.replace(**{name: value[:, :, : x.k_cmp.shape[2]] for name, value in compressed.items()})
-    outs, exact = (attend_with_aux(x, impl=impl, document_ids=ids) for impl in ("sdpa", "reference"))
-    torch.testing.assert_close(outs[0], exact[0])
-    assert torch.equal(outs[1].block_indices, exact[1].block_indices)  # pyright: ignore[reportArgumentType]
-
-
-@pytest.mark.parametrize("length", [WINDOW, BLOCKS])
-def test_mods_apply(length: int) -> None:
-    x = make_inputs(length)
-
-    def near(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:  # noqa: ARG001
-        return q_idx - kv_idx < 10
-
-    out, exact, without = (
-        attend(x, impl=impl, mask_mod=mod) for impl, mod in (("sdpa", near), ("reference", near), ("sdpa", None))
-    )
-    torch.testing.assert_close(out, exact)
-    assert not torch.allclose(out, without)
-
-
-def test_blocks_that_were_left_out_are_not_read() -> None:
-    """A selection may be wide enough for all blocks and hold fewer."""
-    x = make_inputs(BLOCKS)
-    own = (torch.arange(BLOCKS, dtype=torch.int32) // SMALL.select_block_size)[:, None]
-    blocks = torch.cat([own, torch.full((BLOCKS, SMALL.num_selected_blocks - 1), -1, dtype=torch.int32)], 1)
-    blocks = blocks.expand(1, 2, -1, -1).contiguous()
-    out, exact = (
-        selected_attention(x.q, x.k, x.v, blocks, config=SMALL, impl=impl)[0] for impl in ("sdpa", "reference")
-    )
-    torch.testing.assert_close(out, exact)
 
 
 @pytest.mark.parametrize("length", [WINDOW, BLOCKS + 1])

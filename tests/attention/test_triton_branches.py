@@ -1,8 +1,6 @@
-"""The branches in Triton, run by Triton's interpreter, against the oracle in float64."""
+"""The branches in Triton, run by Triton's interpreter or a GPU, against the oracle in float64."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
@@ -16,33 +14,24 @@ from flexnsa.mods import soft_cap
 from tests.support import triton_branches
 from tests.support.comparison import assert_as_exact_as_plain, at_precision_of_gpu
 from tests.support.interpreter import Interpret
-from tests.support.triton_branches import attend, run
-from tests.support.triton_cases import CASES, Case
-
-
-def check(case: Case, got: dict[str, Any], *, plain: Case | None = None) -> None:
-    """Check that results equal the oracle to the precision of plain PyTorch, with equal bits at every call."""
-    exact, by_formula = attend(REFERENCE, case, torch.float64), attend(REFERENCE, plain or case)
-    forward, backward = ([key for key in exact if key.startswith("d") == of_backward] for of_backward in (False, True))
-    for names, factor in ((forward, 2), (backward, 3)):
-        parts = ({key: results[key] for key in names} for results in (got["results"], by_formula, exact))
-        assert_as_exact_as_plain(*parts, factor=factor)
-    assert got["same"], "another call gave other bits"
+from tests.support.triton_branches import attend
+from tests.support.triton_cases import CASES
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_interpreted_kernels_match_float64(name: str, interpret: Interpret) -> None:
-    check(CASES[name], interpret(triton_branches, name))
+def test_results_are_as_exact_as_plain_pytorch_with_equal_bits_at_every_call(name: str, compute: Interpret) -> None:
+    case, got = CASES[name], compute(triton_branches, name)
+    plain = attend(REFERENCE, at_precision_of_gpu(case) if got["on_gpu"] else case)
+    exact = attend(REFERENCE, case, torch.float64)
+    forward, backward = ([key for key in exact if key.startswith("d") == of_backward] for of_backward in (False, True))
+    for names, factor in ((forward, 2), (backward, 3)):
+        parts = ({key: results[key] for key in names} for results in (got["results"], plain, exact))
+        assert_as_exact_as_plain(*parts, factor=factor)
+    assert got["same"]
 
 
 def test_one_graph_of_each_kind_serves_every_length(interpret: Interpret) -> None:
     assert interpret(triton_branches, "compiled") == {"same": True, "graphs": [1, 1, 1]}
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", CASES)
-def test_compiled_kernels_match_float64_and_repeat_their_bits(name: str) -> None:
-    check(CASES[name], run(CASES[name], "cuda"), plain=at_precision_of_gpu(CASES[name]))
 
 
 @pytest.mark.parametrize(("heads", "bytes_of_head"), [(4, 2**20), (3, 2**29), (5, 2**31), (2, 2**33)])

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 from tests.cache import interpreted_decoding
 from tests.support.interpreter import Interpret
-from tests.support.triton_decoding import CASES, run
+from tests.support.triton_decoding import CASES
 
 
-def assert_right(name: str, found: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_steps_equal_whole_sequences(name: str, compute: Interpret) -> None:
     """As near to float64 as the oracle in the same precision, and the same blocks."""
+    found = compute(interpreted_decoding, name)
     case = CASES[name]
     lengths = [
         [start + count for start, count in zip(case.starts(row), counts, strict=True)]
@@ -34,11 +34,6 @@ def assert_right(name: str, found: dict[str, Any]) -> None:
 
 def _distance(x: Tensor, exact: Tensor) -> float:
     return float((x.double() - exact).norm() / exact.norm())
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_steps_equal_whole_sequences(name: str, interpret: Interpret) -> None:
-    assert_right(name, interpret(interpreted_decoding, name))
 
 
 def test_tokens_without_capacity_are_nan_and_not_kept(interpret: Interpret) -> None:
@@ -68,9 +63,3 @@ def test_nan_stays_in_its_sequence_until_it_is_cropped(interpret: Interpret) -> 
 
 def test_a_compiled_step_is_one_graph(interpret: Interpret) -> None:
     assert interpret(interpreted_decoding, "compiled") == {"same": True, "graphs": 1}
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", CASES)
-def test_compiled_kernels_equal_whole_sequences(name: str) -> None:
-    assert_right(name, run(CASES[name], "cuda"))

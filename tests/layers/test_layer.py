@@ -26,19 +26,6 @@ def layer(**options: object) -> NativeSparseAttention:
 
 
 class TestLayer:
-    @pytest.mark.parametrize("impl", ["reference", "sdpa"])
-    @pytest.mark.parametrize("compression", ["mean", "linear", "mlp"])
-    def test_is_causal(self, impl: str, compression: str) -> None:
-        attention = layer(impl=impl, compression=compression).double()
-        x = torch.randn(1, 77, 32, dtype=torch.float64)
-        before = attention(x)
-        for t in (0, 8, 40, 76):
-            changed = x.clone()
-            changed[:, t] += 1.0
-            difference = (attention(changed) - before).abs().amax((0, 2))
-            assert (difference[:t] < 1e-12).all()
-            assert difference[t] > 1e-6
-
     def test_bf16(self) -> None:
         attention = layer().double()
         x = torch.randn(2, 77, 32).bfloat16()
@@ -72,12 +59,6 @@ def rotate(x: Tensor, positions: Tensor, base: float = 10_000.0) -> Tensor:
 
 
 class TestRotate:
-    def test_keeps_lengths_and_dtype(self) -> None:
-        x = torch.randn(1, 2, 50, 8).bfloat16()
-        turned = rotate(x, torch.arange(50))
-        assert turned.dtype == torch.bfloat16
-        torch.testing.assert_close(turned.float().norm(dim=-1), x.float().norm(dim=-1), rtol=0.02, atol=0)
-
     def test_pairs_turn_by_their_own_frequency(self) -> None:
         """As complex numbers: pair ``i`` times ``exp(1j * position * base ** (-2i / D))``."""
         x = torch.randn(1, 1, 20, 6, dtype=torch.float64)

@@ -18,8 +18,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-FOLDER = "flexnsa.attention.triton.kernels.hopper"
-HELPERS = ("rows", "visible")
+FOLDER = "flexnsa.attention.triton.kernels"
+HELPERS = ("visible", "selected_pairs", "intervals", "hopper.rows")
 KERNELS = ("intervals_fwd", "intervals_bwd", "window_sums", "selected_fwd", "selected_bwd")
 
 
@@ -255,6 +255,7 @@ def hopper_on_a_cpu() -> Iterator[Mapping[str, Program]]:
     copies = SimpleNamespace(commit_group=_nothing, wait_group=_nothing)
     parts = {
         "gl": language,
+        "tl": language,
         "async_copy": copies,
         "async_load": language.copy,
         "barrier": _nothing,
@@ -264,7 +265,7 @@ def hopper_on_a_cpu() -> Iterator[Mapping[str, Program]]:
     found = dict[int, Callable[..., Any]]()
     programs = dict[str, Program]()
     with ExitStack() as stack:
-        for name in (*HELPERS, *KERNELS):
+        for name in (*HELPERS, *(f"hopper.{kernel}" for kernel in KERNELS)):
             module = import_module(f"{FOLDER}.{name}")
             for kernel, program in _translate(module, parts, found, language).items():
                 stack.enter_context(mock.patch.object(module, kernel, program))

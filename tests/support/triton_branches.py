@@ -52,7 +52,7 @@ def run(case: Case, device: str = "cpu") -> dict[str, Any]:
         first, *others = (attend(TRITON, call, device=device) for call in calls)
     assert device != "cpu" or {*case.hopper} == {name for name, program in programs.items() if program.launches}
     same = all(torch.equal(x, other[name]) for other in others for name, x in first.items())
-    return {"results": {name: x.cpu() for name, x in first.items()}, "same": same}
+    return {"results": {name: x.cpu() for name, x in first.items()}, "same": same, "on_gpu": device != "cpu"}
 
 
 def attend(
@@ -154,8 +154,8 @@ def recompute_outputs(impl: str, way: str) -> dict[str, Any]:
     return {"same": all(same), "fewer": [(saved[0] - x) // (4 * 2 * 60 * 16) for x in saved[1:]]}
 
 
-def interpret(name: str) -> dict[str, Any]:
+def interpret(name: str, device: str = "cpu") -> dict[str, Any]:
     """Run a case, the compiled operators, or layers of an implementation that recompute in some way."""
     if name.startswith("recompute "):
         return recompute_outputs(*name.split()[1:])
-    return compile_operator() if name == "compiled" else run(CASES[name])
+    return compile_operator() if name == "compiled" else run(CASES[name], device)

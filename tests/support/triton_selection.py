@@ -130,7 +130,7 @@ PRODUCTS = {
 """Those of scores by products: ``group`` index queries and one index key."""
 
 
-def choose_by_products(case: Case, device: str = "cpu") -> dict[str, Tensor]:
+def choose_by_products(case: Case, device: str) -> dict[str, Tensor]:
     """Choose by the kernels, and by products in chunks, of whole numbers, whose scores are exact and often equal."""
     from flexnsa.attention.triton import selection as scoring_triton
 
@@ -184,7 +184,7 @@ def select(case: Case, importance: Tensor) -> Tensor:
     return torch.where(chosen < importance.shape[-1], chosen, -1).int()
 
 
-def run_kernels(case: Case, device: str = "cpu") -> dict[str, Tensor]:
+def run_kernels(case: Case, device: str) -> dict[str, Tensor]:
     """Run every kernel on one case; on the CPU only in the process that interprets them."""
     from flexnsa.attention.triton import selection as scoring_triton
     from flexnsa.attention.triton.kernels import top_blocks
@@ -221,6 +221,8 @@ def run_kernels(case: Case, device: str = "cpu") -> dict[str, Tensor]:
     return {key: value.cpu() for key, value in results.items()}
 
 
-def interpret(name: str) -> dict[str, Any]:
+def interpret(name: str, device: str = "cpu") -> dict[str, Any]:
     """Run a case."""
-    return choose_by_products(PRODUCTS[name]) if name in PRODUCTS else run_kernels(CASES[name])
+    if name in PRODUCTS:
+        return choose_by_products(PRODUCTS[name], device)
+    return run_kernels(CASES[name], device) | {"on_gpu": device != "cpu"}

@@ -73,7 +73,7 @@ CASES = {
 }
 
 
-def by_kernels(case: Case, device: str = "cpu") -> dict[str, Tensor]:
+def by_kernels(case: Case, device: str) -> dict[str, Tensor]:
     """The sum, its weight, and the gradients of the sum; on the CPU only in the process that interprets kernels."""
     from flexnsa.attention.triton.kernels import selection_loss as launches
 
@@ -98,6 +98,6 @@ def by_implementation(impl: str, case: Case, x: dict[str, Any]) -> dict[str, Ten
     return {name: value.cpu() for name, value in found.items()}
 
 
-def interpret(name: str) -> dict[str, Tensor]:
+def interpret(name: str, device: str = "cpu") -> dict[str, Tensor]:
     """Run a case."""
-    return by_kernels(CASES[name])
+    return by_kernels(CASES[name], device)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Protocol, TypeVar, cast
 
 import torch
+
+T = TypeVar("T")
 
 AMPERE, HOPPER, BLACKWELL = 8, 9, 10
 ALIGNMENT = 16
@@ -44,9 +46,7 @@ class Tiles:
         return options if self.max_registers is None else options | {"maxnreg": self.max_registers}
 
 
-def first_that_fits(
-    candidates: Iterable[Tiles], bytes_of: Callable[[Tiles], float], device: Device, error: str
-) -> Tiles:
+def first_that_fits(candidates: Iterable[T], bytes_of: Callable[[T], float], device: Device, error: str) -> T:
     """Return the first tiles that fit shared memory.
 
     Raises:
@@ -55,7 +55,8 @@ def first_that_fits(
     for tiles in candidates:
         if bytes_of(tiles) <= device.shared_memory:
             return tiles
-    raise ValueError(f"{error} {device.shared_memory} bytes of shared memory, which none does here; use impl='flex'")
+    other = "" if "impl='flex'" in error else "; use impl='flex'"
+    raise ValueError(f"{error} {device.shared_memory} bytes of shared memory, which none does here{other}")
 
 
 class _Properties(Protocol):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from flexnsa.attention.tiles.device import AMPERE, BLACKWELL, HOPPER, Device, padded
+from flexnsa.attention.tiles.device import AMPERE, BLACKWELL, HOPPER, Device, first_that_fits, padded
 
 KernelOptions = Mapping[str, str | int | bool]
 """FlexAttention's options for tiles, warps and stages."""
@@ -126,10 +126,6 @@ def _first_that_fits(
     dk: int,
     dv: int,
 ) -> Tile:
-    for tile in candidates:
-        if bytes_of(tile, device, dtype, dk, dv) + 1024 <= device.shared_memory:  # for sums and other small buffers
-            return tile
-    raise ValueError(
-        f"k: impl='flex' expects a tile of keys of {dk} and values of {dv} numbers of {dtype} to fit "
-        f"{device.shared_memory} bytes of shared memory, which none does here"
-    )
+    error = f"k: impl='flex' expects a tile of keys of {dk} and values of {dv} numbers of {dtype} to fit"
+    # 1024 for sums and other small buffers
+    return first_that_fits(candidates, lambda tile: bytes_of(tile, device, dtype, dk, dv) + 1024, device, error)

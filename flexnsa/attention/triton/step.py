@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from flexnsa.attention.step import StepArguments, StepInputs
@@ -13,7 +11,7 @@ from flexnsa.operators.opaque import opaque_operator
 
 def step(inputs: StepInputs) -> tuple[Tensor, Tensor | None]:
     """Run a step by Triton kernels on the current stream; see :data:`flexnsa.attention.step.StepFunction`."""
-    out, blocks = _decoding_step(*inputs.to_args())
+    out, blocks = _decoding_step(inputs.to_args())
     return out, blocks if inputs.chooses else inputs.block_indices
 
 
@@ -37,18 +35,10 @@ def step_in_pages(inputs: StepInputs, tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @opaque_operator("decoding_step_triton", mutates=("lengths", "reached", "buffers"))
-def _decoding_step(
-    lengths: Tensor,
-    reached: Tensor,
-    buffers: Sequence[Tensor],
-    new_lengths: Tensor | None,
-    tensors: Sequence[Tensor],
-    sizes: Sequence[int],
-    factors: Sequence[float],
-) -> tuple[Tensor, Tensor]:
+def _decoding_step(arguments: StepArguments) -> tuple[Tensor, Tensor]:
     from flexnsa.attention.triton.kernels.step import StepScratch, attend, compress, place
 
-    inputs = StepInputs.from_args(lengths, reached, buffers, new_lengths, tensors, sizes, factors)
+    inputs = StepInputs.from_args(arguments)
     require_device(inputs.q)
     out, blocks = inputs.empty_results()
     if inputs.q.numel():
@@ -60,5 +50,5 @@ def _decoding_step(
 
 
 @_decoding_step.register_fake
-def _(*inputs: *StepArguments) -> tuple[Tensor, Tensor]:
-    return StepInputs.from_args(*inputs).empty_results()
+def _(arguments: StepArguments) -> tuple[Tensor, Tensor]:
+    return StepInputs.from_args(arguments).empty_results()

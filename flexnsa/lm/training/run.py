@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, closing, contextmanage
 from pathlib import Path
 from typing import Any
 
+from flexnsa.config import num_free_blocks
 from flexnsa.files import FileError
 from flexnsa.lm.checkpoint.lock import locked
 from flexnsa.lm.checkpoint.log import LOG_NAME, JSONLog
@@ -73,13 +74,8 @@ def run(trainer: Trainer, folder: Path, *, log_ranks: bool = False, watchers: Se
             if trainer.compiled:
                 report.say("compiling one decoder layer, forward and backward, which all layers share ...")
             while trainer.step < config.steps and not stopped():
-                if config.stages and trainer.step in (first, *config.by_stage()):
-                    stage, kind = config.at(trainer.step), config.kind(trainer.step)
-                    rows = f"{stage.sequences_per_step} sequences of {stage.seq_len:,} tokens"
-                    report.say(f"step {trainer.step}: {rows}{', attending densely' * (kind != 'joint')}")
-                    trainer.enter(trainer.step)
-                    if kind == "indexers":
-                        report.say(audit(trainer.model))
+                if trainer.step in (first, *config.by_stage()):
+                    _begin_stage(trainer, report)
                 start = time.perf_counter()
                 result = trainer.train_step()
                 seconds = time.perf_counter() - start
@@ -105,6 +101,22 @@ def run(trainer: Trainer, folder: Path, *, log_ranks: bool = False, watchers: Se
             if saved != trainer.step:
                 save_checkpoint(checkpoint_path(folder, trainer), trainer)
         return stopped() or None
+
+
+def _begin_stage(trainer: Trainer, report: Report) -> None:
+    """Enter a stage; say what it learns from, if there are several, and whether that teaches indexers nothing."""
+    config, step = trainer.config, trainer.step
+    stage, kind = config.at(step), config.kind(step)
+    if config.stages:
+        rows = f"{stage.sequences_per_step} sequences of {stage.seq_len:,} tokens"
+        report.say(f"step {step}: {rows}{', attending densely' * (kind != 'joint')}")
+    trainer.enter(step)
+    if kind == "indexers":
+        report.say(audit(trainer.model))
+    taught = kind != "dense" and trainer.model.indexers_by_layer()
+    if taught and num_free_blocks(stage.seq_len, trainer.model.config.nsa) < 2:
+        why = "only one block, or none, is not forced (--num-init-blocks, --num-local-blocks)"
+        report.say(f"step {step}: {stage.seq_len:,} tokens are too few to teach indexers, because {why}")
 
 
 @contextmanager

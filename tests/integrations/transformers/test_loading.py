@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaForCausalLM, pipeline
 
-from flexnsa import NSAConfig
+from flexnsa import NSAConfig, SelectionLoss
 from flexnsa.transformers import convert
 from tests.integrations.transformers.families import (
     ALL,
@@ -203,3 +203,21 @@ def test_what_a_checkpoint_lacks_starts_as_it_does_in_a_new_model(saved: tuple[A
     for name, start in fresh.state_dict().items():
         want = start.to(got[name].dtype) if name in lost else state[name]
         assert_close(got[name], want, msg=name)
+
+
+@pytest.mark.parametrize(("kept", "leaders"), [(slice(3), [0, 0, 2]), (slice(2, 4), [0, 1]), (slice(1, 3), None)])
+def test_a_model_of_a_shared_index_whose_layers_were_cut_comes_back(
+    kept: slice, leaders: list[int] | None, tmp_path: Path
+) -> None:
+    x, model = tokens(1, 60), converted("llama", INDEXED | {"share_index": [0, 0, 2, 3]}, num_hidden_layers=4)
+    model.model.layers = model.model.layers[kept]
+    model.config.num_hidden_layers = len(model.model.layers)  # as of any model
+    if leaders is None:
+        with pytest.raises(ValueError, match=r"share_index: expected layer 0 .* layer 1 .* got layers \[1, 2\]"):
+            model.save_pretrained(tmp_path)
+        return
+    model.save_pretrained(tmp_path)
+    again, selection = AutoModelForCausalLM.from_pretrained(tmp_path), SelectionLoss(step=0)
+    assert again.config.flexnsa["share_index"] == leaders
+    assert torch.equal(again(x).logits, model.train()(x, selection=selection).logits)
+    assert len(selection.sums) == len(leaders)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -141,6 +142,26 @@ def test_a_run_killed_at_the_edge_of_a_stage_or_inside_resumes_bit_for_bit(
     assert ended.validation_bits_per_byte() == whole.validation_bits_per_byte()
     assert all(map(torch.equal, resumed.model.parameters(), whole.model.parameters()))
     assert resumed.train_step() == whole.train_step()
+
+
+@pytest.mark.parametrize(
+    ("changes", "too_few"),
+    [
+        ({}, [0]),
+        ({"dense_stages": 1}, []),
+        ({"stages": ((10, 0.25), (16, 0.25), (40, 0.5)), "dense_stages": 1}, [2]),
+        ({"stages": (), "seq_len": 16}, [0]),
+        ({"stages": (), "seq_len": 17}, []),
+    ],
+)
+def test_a_run_says_which_sequences_are_too_short_to_teach_indexers(
+    text_folder: Path, tmp_path: Path, changes: dict[str, Any], too_few: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = _trainer(text_folder, INDEXED, **changes)
+    run(trainer, tmp_path)
+    said = re.findall(r"step (\d+): \d+ tokens are too few", "".join(capsys.readouterr()))
+    losses = {int(step["step"]): step.get("selection_loss") for step in curve(tmp_path)}
+    assert [*map(int, said)] == too_few == [start for start in trainer.config.by_stage() if losses[start] == 0]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton.language as tl
 
 from flexnsa.attention.triton.kernels.kernel import jit
-from flexnsa.attention.triton.kernels.visible import capped, count_visible
+from flexnsa.attention.triton.kernels.visible import capped, count_visible, place_in_scores
 
 
 @jit
@@ -45,11 +45,8 @@ def block_log_sums(
     ``weighted`` counts each key of a block with its weight, ``plain`` the block's first ``STEP`` keys once, so that
     every key is in one block.
     """
-    num_tiles_j = tl.cdiv(width, BJ)
-    num_tiles_t = tl.cdiv(num_rows, BT)
-    first_block = tl.program_id(0) % num_tiles_j * BJ
-    tile = tl.program_id(0) // num_tiles_j % num_tiles_t * BT + tl.arange(0, BT)
-    batch_head = (tl.program_id(0) // num_tiles_j // num_tiles_t).to(tl.int64)
+    row0, first_block, batch_head = place_in_scores(num_rows, width, BT, BJ)
+    tile = row0 + tl.arange(0, BT)
     batch = batch_head // KV_HEADS
     kv_head = batch_head % KV_HEADS
 

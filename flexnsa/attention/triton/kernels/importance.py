@@ -21,7 +21,7 @@ from flexnsa.attention.tiles.device import Tiles, cdiv, device_of, padded
 from flexnsa.attention.tiles.scoring import HOPPER_IMPORTANCE, importance_tiles
 from flexnsa.attention.triton.arguments import Factors, position_arguments
 from flexnsa.attention.triton.kernels.kernel import jit
-from flexnsa.attention.triton.kernels.visible import capped, count_visible, load_positions
+from flexnsa.attention.triton.kernels.visible import capped, count_visible, load_positions, place_in_scores
 from flexnsa.config import NSAConfig, overlap_band
 from flexnsa.masks.positions import Positions, tensors_of
 
@@ -161,16 +161,12 @@ def importance_kernel(
     BLOCK_D: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """Score one tile of queries against one tile of blocks of one kv head."""
-    num_tiles_j = tl.cdiv(width, BLOCK_J)
-    num_tiles_t = tl.cdiv(num_rows, BLOCK_T)
-    first_block = tl.program_id(0) % num_tiles_j * BLOCK_J
-    tile_t = tl.program_id(0) // num_tiles_j % num_tiles_t
-    batch_head = (tl.program_id(0) // num_tiles_j // num_tiles_t).to(tl.int64)
+    row0, first_block, batch_head = place_in_scores(num_rows, width, BLOCK_T, BLOCK_J)
     batch = batch_head // KV_HEADS
     kv_head = batch_head % KV_HEADS
 
     # Rows past the end repeat the last one, so that only the stores need a mask.
-    local_row = tile_t * BLOCK_T + tl.arange(0, BLOCK_T)
+    local_row = row0 + tl.arange(0, BLOCK_T)
     row = first_row + tl.minimum(local_row, num_rows - 1)
     at = batch * position_stride_b
     token, start = load_positions(token_ptr + at, start_ptr + at, row, first_row + num_rows, HAS_POSITIONS)

@@ -1,4 +1,4 @@
-# pyright: standard
+# pyright: standard, reportArgumentType=false
 """Importance of selection blocks for a few queries: the heads of a group are the rows of a product.
 
 The kernel for many queries (:mod:`flexnsa.attention.triton.kernels.importance`) would pad one query to a whole tile and
@@ -16,7 +16,7 @@ from flexnsa.attention.tiles.device import cdiv, padded
 from flexnsa.attention.triton.arguments import Factors, position_arguments
 from flexnsa.attention.triton.kernels.importance import Scores
 from flexnsa.attention.triton.kernels.kernel import jit
-from flexnsa.attention.triton.kernels.visible import capped, count_visible, load_positions
+from flexnsa.attention.triton.kernels.visible import capped, count_visible, load_positions, place_in_scores
 from flexnsa.config import NSAConfig
 from flexnsa.masks.positions import Positions, tensors_of
 
@@ -57,10 +57,7 @@ def importance_few_kernel(
     BLOCK_D: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """Score a tile of blocks for one query and one kv head."""
-    num_tiles = tl.cdiv(width, BLOCK_J)
-    first_block = tl.program_id(0) % num_tiles * BLOCK_J
-    row = tl.program_id(0) // num_tiles % num_rows
-    batch_head = (tl.program_id(0) // num_tiles // num_rows).to(tl.int64)
+    row, first_block, batch_head = place_in_scores(num_rows, width, 1, BLOCK_J)
     batch = batch_head // KV_HEADS
     first_head = batch_head % KV_HEADS * GROUP
 

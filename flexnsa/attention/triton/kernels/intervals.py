@@ -36,10 +36,9 @@ def forward(
     h = bh % num_heads
     row = tile * BM + tl.arange(0, BM)
     inside = row < num_queries
-    low, high = keys_of(
-        row, token_ptr + b * p_sb, start_ptr + b * p_sb, first_ptr + b * p_sb, num_queries, num_keys,
-        LENGTH, STRIDE, WINDOW, HAS_POSITIONS,
-    )  # fmt: skip
+    where = (token_ptr + b * p_sb, start_ptr + b * p_sb, first_ptr + b * p_sb, 0) if HAS_POSITIONS else None
+    low, high = keys_of(row, where, num_queries, num_keys, LENGTH, STRIDE, WINDOW)
+    high = tl.where(inside, high, low)
     q = load_rows(q_ptr + b * q_sb + h * q_sh, row, q_st, inside, DK, BDK)
     k_ptr += b * k_sb + (h // G) * k_sh
     v_ptr += b * v_sb + (h // G) * v_sh
@@ -88,10 +87,9 @@ def backward_queries(
     h = bh % num_heads
     row = tile * BM + tl.arange(0, BM)
     inside = row < num_queries
-    low, high = keys_of(
-        row, token_ptr + b * p_sb, start_ptr + b * p_sb, first_ptr + b * p_sb, num_queries, num_keys,
-        LENGTH, STRIDE, WINDOW, HAS_POSITIONS,
-    )  # fmt: skip
+    where = (token_ptr + b * p_sb, start_ptr + b * p_sb, first_ptr + b * p_sb, 0) if HAS_POSITIONS else None
+    low, high = keys_of(row, where, num_queries, num_keys, LENGTH, STRIDE, WINDOW)
+    high = tl.where(inside, high, low)
     q = load_rows(q_ptr + b * q_sb + h * q_sh, row, q_st, inside, DK, BDK)
     do = load_rows(do_ptr + b * d_sb + h * d_sh, row, d_st, inside, DV, BDV)
     qk_scale = scale * 1.4426950408889634
@@ -140,16 +138,9 @@ def backward_keys(
     valid = key < num_keys
     k = load_rows(k_ptr + b * k_sb + (h // G) * k_sh, key, k_st, valid, DK, BDK)
     v = load_rows(v_ptr + b * v_sb + (h // G) * v_sh, key, v_st, valid, DV, BDV)
-    token_ptr += b * p_sb
-    start_ptr += b * p_sb
-    first_ptr += b * p_sb
-    row0 = first_row_past(
-        key0, True, token_ptr, start_ptr, first_ptr, num_queries, num_keys, LENGTH, STRIDE, WINDOW, HAS_POSITIONS
-    )
-    end = first_row_past(
-        key0 + BN - 1, False, token_ptr, start_ptr, first_ptr, num_queries, num_keys,
-        LENGTH, STRIDE, WINDOW, HAS_POSITIONS,
-    )  # fmt: skip
+    where = (token_ptr + b * p_sb, start_ptr + b * p_sb, first_ptr + b * p_sb, 0) if HAS_POSITIONS else None
+    row0 = first_row_past(key0, True, where, num_queries, num_keys, LENGTH, STRIDE, WINDOW)
+    end = first_row_past(key0 + BN - 1, False, where, num_queries, num_keys, LENGTH, STRIDE, WINDOW)
     tiles = tl.cdiv(tl.maximum(end - row0, 0), BM)
     q_ptr += b * q_sb + h * q_sh
     do_ptr += b * d_sb + h * d_sh
@@ -178,9 +169,7 @@ def backward_keys(
         if WINDOW > 0:
             whole &= first + BM <= key0 + WINDOW
         if HAS_POSITIONS or not whole:
-            low, high = keys_of(
-                row, token_ptr, start_ptr, first_ptr, num_queries, num_keys, LENGTH, STRIDE, WINDOW, HAS_POSITIONS
-            )
+            low, high = keys_of(row, where, num_queries, num_keys, LENGTH, STRIDE, WINDOW)
             p = tl.where((key[:, None] >= low[None, :]) & (key[:, None] < high[None, :]), p, 0.0)
         # Products of dk and dv come last: Triton then runs them while the next rows are loaded.
         ds = p * (tl.dot(v, tl.trans(do), input_precision=PRECISION) - delta[None, :])
@@ -246,45 +235,42 @@ def place(LONGEST_LAST: tl.constexpr, WINDOW: tl.constexpr):
 
 
 @jit
-def keys_of(
-    row, token_ptr, start_ptr, first_ptr, num_queries, num_keys,
-    LENGTH: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, HAS_POSITIONS: tl.constexpr,
-):  # fmt: skip
-    """Return the keys ``low .. high - 1`` that each query sees; none for a padding row.
+def keys_of(row, where, num_queries, num_keys, LENGTH: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr):
+    """Return the keys ``low .. high - 1`` that each query sees.
 
     Key ``first + i`` covers ``LENGTH`` tokens from token ``i * STRIDE`` of the document on, and is seen when it is
-    complete. With a ``WINDOW`` a key is a token, and only the last so many are seen.
+    complete. With a ``WINDOW`` a key is a token, and only the last so many are seen. ``where`` is None for one whole
+    sequence, which has code of its own. Else it has pointers to each query's token, its document's first token and
+    first key, and the offset of the batch element in these tables.
     """
     token = row
     start = row * 0
     first = row * 0
-    if HAS_POSITIONS:
-        there = tl.minimum(row, num_queries - 1)
+    if where is not None:
+        token_ptr, start_ptr, first_ptr, at = where
+        there = at + tl.minimum(row, num_queries - 1)
         token = tl.load(token_ptr + there)
         start = tl.load(start_ptr + there)
         first = tl.load(first_ptr + there)
     high = tl.minimum(first + count_visible(token - start, LENGTH, STRIDE), num_keys)
-    low = first
+    low = tl.maximum(first, 0)
     if WINDOW > 0:
-        low = tl.maximum(first, token - (WINDOW - 1))
-    low = tl.maximum(low, 0)
-    return low, tl.where(row < num_queries, high, low)
+        low = tl.maximum(token - (WINDOW - 1), low)
+    return low, high
 
 
 @jit
 def first_row_past(
-    key, END: tl.constexpr, token_ptr, start_ptr, first_ptr, num_queries, num_keys,
-    LENGTH: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr, HAS_POSITIONS: tl.constexpr,
+    key, END: tl.constexpr, where, num_queries, num_keys, LENGTH: tl.constexpr, STRIDE: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Return the first query whose interval begins after a key, or with ``END`` ends after it."""
-    if HAS_POSITIONS:
+    if where is not None:
         row = key * 0
         last = num_queries + row
         while row < last:
             middle = (row + last) // 2
-            low, high = keys_of(
-                middle, token_ptr, start_ptr, first_ptr, num_queries, num_keys, LENGTH, STRIDE, WINDOW, HAS_POSITIONS
-            )
+            low, high = keys_of(middle, where, num_queries, num_keys, LENGTH, STRIDE, WINDOW)
             past = high > key if END else low > key
             row = tl.where(past, row, middle + 1)
             last = tl.where(past, middle, last)

@@ -14,7 +14,7 @@ from flexnsa.attention.tiles.scoring import product_tiles
 from flexnsa.attention.triton.arguments import position_arguments
 from flexnsa.attention.triton.kernels.importance import Scores
 from flexnsa.attention.triton.kernels.kernel import jit
-from flexnsa.attention.triton.kernels.visible import count_visible, load_positions
+from flexnsa.attention.triton.kernels.visible import count_visible, load_positions, place_in_scores
 from flexnsa.config import NSAConfig
 from flexnsa.masks.positions import Positions, tensors_of
 
@@ -92,11 +92,8 @@ def product_scores_kernel(
     BW: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Score blocks of ``STEP`` keys: by the best key of one head or, if ``ADDED``, the sum of positive ones of all."""
-    num_tiles_j = tl.cdiv(width, BJ * key_tiles)
-    num_tiles_t = tl.cdiv(num_rows, BT)
-    first_block = tl.program_id(0) % num_tiles_j * (BJ * key_tiles)
-    local_row = tl.program_id(0) // num_tiles_j % num_tiles_t * BT + tl.arange(0, BT)
-    choice = (tl.program_id(0) // num_tiles_j // num_tiles_t).to(tl.int64)
+    row0, first_block, choice = place_in_scores(num_rows, width, BT, BJ * key_tiles)
+    local_row = row0 + tl.arange(0, BT)
     batch = choice // CHOICES
 
     # Rows past the end repeat the last one, so that only the stores need a mask.

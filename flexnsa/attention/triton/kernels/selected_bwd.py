@@ -28,11 +28,14 @@ from flexnsa.attention.triton.kernels.intervals import add_parts
 from flexnsa.attention.triton.kernels.kernel import jit
 from flexnsa.attention.triton.kernels.selected_lists import Lists, Selection
 from flexnsa.attention.triton.kernels.selected_pairs import (
+    OF_CHUNK,
+    OF_REPLICAS,
+    count_masked,
     first_key,
     has_parity,
+    keys_of_pair,
     load_row,
     locate,
-    needs_mask,
     row_of_tile,
     sees,
 )
@@ -167,12 +170,7 @@ def backward(
     add_parts((dk.view(k.shape), dv.view(v.shape)), grad_k, grad_v, scale=outer)
 
 
-@jit(
-    do_not_specialize=[
-        "p_sb", "kv_heads", "num_queries", "num_keys", "chunk", "index", "num_chunks", "num_replicas", "num_shared",
-        "parity",
-    ]
-)  # fmt: skip
+@jit(do_not_specialize=[*OF_CHUNK, *OF_REPLICAS])
 def backward_parts(
     q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, idx_ptr, token_ptr, start_ptr, p_sb, order_ptr, replicas_ptr,
     dq_ptr, dk_ptr, dv_ptr, dk_shared_ptr, dv_shared_ptr,
@@ -195,18 +193,16 @@ def backward_parts(
         do_ptr += b * d_sb + h * d_sh + t0.to(tl.int64) * d_st
         k_ptr += b * k_sb + h * k_sh
         v_ptr += b * v_sb + h * v_sh
-        token_ptr += b * p_sb
-        start_ptr += b * p_sb
-        idx_ptr += (bh * num_queries + t0) * n
         stats_ptr += (bh * num_queries + t0) * G * 2
         order_ptr += (bh * num_queries + t0) * n + tl.load(replicas_ptr + 2 * num_replicas)
         dq_ptr += bh * tl.minimum(chunk, num_queries) * n * G * DK
 
-        first = first_key(
-            tl.load(replicas_ptr), tl.load(order_ptr), idx_ptr, token_ptr, start_ptr, t0, num_keys,
-            n, SIZE, HAS_POSITIONS,
-        )  # fmt: skip
-        masked = needs_mask(order_ptr, token_ptr, t0, first, num_keys, n, SIZE, BN, HAS_POSITIONS)
+        where = None
+        if HAS_POSITIONS:
+            where = idx_ptr + (bh * num_queries + t0) * n, token_ptr + b * p_sb, start_ptr + b * p_sb, t0
+        first = first_key(tl.load(replicas_ptr), tl.load(order_ptr), where, n, SIZE)
+        masked = count_masked(first, order_ptr, where, t0, n, SIZE)
+        masked = tl.where((BN > SIZE) | (first < 0) | (first + BN > num_keys), 2147483647, masked)
         key = first + tl.arange(0, BN)
         valid_key = (key < first + SIZE) & (key >= 0) & (key < num_keys)
         # Columns of keys and queries are in two parts, so that the tile of dq, which needs registers in addition to
@@ -254,7 +250,7 @@ def backward_parts(
             p = tl.exp2((s + lse[None, :] if INNER != 0.0 else s) * qk_scale)
             if i // SPREAD * QUERIES < masked:
                 pair_again = tl.load(order_ptr + tl.minimum(at, count - 1))
-                seen = sees(pair_again, key, idx_ptr, token_ptr, start_ptr, t0, n, SIZE, HAS_POSITIONS)
+                seen = sees(pair_again, key, where, t0, n, SIZE)
                 p = tl.where(tl.trans(seen), p, 0.0)
             dp = tl.dot(v, tl.trans(do), tl.broadcast_to(delta[None, :], [BN, BM]), input_precision=PRECISION)
             dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
@@ -281,7 +277,8 @@ def backward_parts(
             dk_ptr = dk_shared_ptr
             dv_ptr = dv_shared_ptr
         elif HAS_POSITIONS:
-            valid_key = valid_key & (key <= tl.load(token_ptr + t0 + tl.load(order_ptr + count - 1) // n))
+            _, token = keys_of_pair(tl.load(order_ptr + count - 1), where, n, SIZE)
+            valid_key = valid_key & (key <= token)
         valid_key = valid_key[:, None]
         _store(dk_ptr + to * DK + low, dk_low, valid_key & (low < DK), slot)
         if HIGH > 0:
@@ -294,12 +291,7 @@ def _store(ptr, x, mask, slot):
     tl.store(ptr, x + tl.load(ptr, mask=mask & (slot < 0), other=0.0), mask=mask)
 
 
-@jit(
-    do_not_specialize=[
-        "p_sb", "kv_heads", "num_queries", "num_keys", "chunk", "index", "num_chunks", "num_replicas", "num_shared",
-        "parity",
-    ]
-)  # fmt: skip
+@jit(do_not_specialize=[*OF_CHUNK, *OF_REPLICAS])
 def sum_shared(
     idx_ptr, token_ptr, start_ptr, p_sb, order_ptr, replicas_ptr, dk_ptr, dv_ptr, dk_shared_ptr, dv_shared_ptr,
     kv_heads, num_queries, num_keys, chunk, index, num_chunks, num_replicas, num_shared, parity,
@@ -313,12 +305,9 @@ def sum_shared(
     if (replicas > 0) & has_parity(tl.load(replicas_ptr), parity, HAS_POSITIONS):
         t0 = chunk * index
         at = (bh // kv_heads) * p_sb
-        idx_ptr += (bh * num_queries + t0) * n
+        where = (idx_ptr + (bh * num_queries + t0) * n, token_ptr + at, start_ptr + at, t0) if HAS_POSITIONS else None
         order_ptr += (bh * num_queries + t0) * n + tl.load(replicas_ptr + 2 * num_replicas)
-        first = first_key(
-            tl.load(replicas_ptr), tl.load(order_ptr), idx_ptr, token_ptr + at, start_ptr + at, t0, num_keys,
-            n, SIZE, HAS_POSITIONS,
-        )  # fmt: skip
+        first = first_key(tl.load(replicas_ptr), tl.load(order_ptr), where, n, SIZE)
         slot = tl.load(replicas_ptr + 3 * num_replicas)
         row = tl.program_id(0) % (BN // ROWS) * ROWS + tl.arange(0, ROWS)
         key = first + row
@@ -342,7 +331,7 @@ def sum_shared(
         tl.store(dv_ptr + to * DV + v_col, dv, mask=valid & (v_col < DV))
 
 
-@jit(do_not_specialize=["p_sb", "kv_heads", "num_queries", "num_keys", "chunk", "index"])
+@jit(do_not_specialize=OF_CHUNK)
 def sum_slots(
     part_ptr, idx_ptr, token_ptr, start_ptr, p_sb, cmp_ptr, win_ptr, dq_ptr, d_sb, d_sh, d_sg, d_st,
     kv_heads, num_queries, num_keys, chunk, index,

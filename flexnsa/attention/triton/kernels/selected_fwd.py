@@ -26,7 +26,7 @@ from flexnsa.attention.tiles.selected import SLOTS, SUM_ROWS, columns, max_repli
 from flexnsa.attention.triton.arguments import Factors, strides_of_groups
 from flexnsa.attention.triton.kernels.kernel import jit
 from flexnsa.attention.triton.kernels.selected_lists import Lists, Selection
-from flexnsa.attention.triton.kernels.selected_pairs import first_key, load_row, locate, needs_mask, row_of_tile, sees
+from flexnsa.attention.triton.kernels.selected_pairs import count_masked, first_key, load_row, locate, row_of_tile, sees
 from flexnsa.attention.triton.kernels.visible import capped, load_positions
 
 PIECE, PIECE_ROWS = 64, 768
@@ -165,18 +165,16 @@ def forward_parts(
         q_ptr += b * q_sb + h * q_sh + t0.to(tl.int64) * q_st
         k_ptr += b * k_sb + h * k_sh
         v_ptr += b * v_sb + h * v_sh
-        token_ptr += b * p_sb
-        start_ptr += b * p_sb
-        idx_ptr += (bh * num_queries + t0) * n
         order_ptr += (bh * num_queries + t0) * n + tl.load(replicas_ptr + 2 * num_replicas)
         po_ptr += bh * rows * n * G * DV
         pl_ptr += bh * rows * n * G
 
-        first = first_key(
-            tl.load(replicas_ptr), tl.load(order_ptr), idx_ptr, token_ptr, start_ptr, t0, num_keys,
-            n, SIZE, HAS_POSITIONS,
-        )  # fmt: skip
-        masked = needs_mask(order_ptr, token_ptr, t0, first, num_keys, n, SIZE, BN, HAS_POSITIONS)
+        where = None
+        if HAS_POSITIONS:
+            where = idx_ptr + (bh * num_queries + t0) * n, token_ptr + b * p_sb, start_ptr + b * p_sb, t0
+        first = first_key(tl.load(replicas_ptr), tl.load(order_ptr), where, n, SIZE)
+        masked = count_masked(first, order_ptr, where, t0, n, SIZE)
+        masked = tl.where((BN > SIZE) | (first < 0) | (first + BN > num_keys), 2147483647, masked)
         key = first + tl.arange(0, BN)
         valid_key = (key < first + SIZE) & (key >= 0) & (key < num_keys)
         low = tl.arange(0, LOW)[None, :]
@@ -208,7 +206,7 @@ def forward_parts(
                 s = tl.dot(load_row(q_row, high, DK, LOW + HIGH), k_high, s, input_precision=PRECISION)
             s = capped(s, INNER, v.dtype)
             if i // SPREAD * QUERIES < masked:
-                seen = sees(pair, key, idx_ptr, token_ptr, start_ptr, t0, n, SIZE, HAS_POSITIONS)
+                seen = sees(pair, key, where, t0, n, SIZE)
                 s = tl.where(seen, s, float("-inf"))
             top = tl.max(s, 1) * qk_scale
             top = tl.where(top == float("-inf"), 0.0, top)

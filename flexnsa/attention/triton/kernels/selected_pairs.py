@@ -7,6 +7,10 @@ import triton.language as tl
 
 from flexnsa.attention.triton.kernels.kernel import jit
 
+OF_CHUNK = ["p_sb", "kv_heads", "num_queries", "num_keys", "chunk", "index"]
+OF_REPLICAS = ["num_chunks", "num_replicas", "num_shared", "parity"]
+"""Numbers for whose values no kernel is compiled anew."""
+
 
 @jit
 def locate(block, token, start, num_keys, SIZE: tl.constexpr, HAS_POSITIONS: tl.constexpr):
@@ -25,33 +29,38 @@ def locate(block, token, start, num_keys, SIZE: tl.constexpr, HAS_POSITIONS: tl.
 
 
 @jit
-def first_key(
-    tile_id, pair, idx_ptr, token_ptr, start_ptr, t0, num_keys,
-    n: tl.constexpr, SIZE: tl.constexpr, HAS_POSITIONS: tl.constexpr,
-):  # fmt: skip
-    """Return the first key of a key tile: of its run, or of the crossing block that a ``pair`` of it selected."""
-    if HAS_POSITIONS:
-        t = t0 + pair // n
-        block = tl.load(idx_ptr + pair)
-        crossing, _, _ = locate(block, tl.load(token_ptr + t), tl.load(start_ptr + t), num_keys, SIZE, HAS_POSITIONS)
-        first = tl.where(tile_id % 2 == 1, crossing, (tile_id // 2 - 1) * SIZE)
-    else:
-        first = tile_id * SIZE
+def first_key(tile_id, pair, where, n: tl.constexpr, SIZE: tl.constexpr):
+    """Return the first key of a key tile, which may be before key 0: of its run, or of the crossing block of a pair.
+
+    ``where`` is None for one whole sequence, which has code of its own. Else it has pointers to blocks of pairs, to the
+    token of each query and the first token of its document, and in these the place of the first query of the list.
+    """
+    first = tile_id * SIZE
+    if where is not None:
+        crossing, _ = keys_of_pair(pair, where, n, SIZE)
+        first = tl.where(tile_id % 2 == 1, crossing, first // 2 - SIZE)
     return first
 
 
 @jit
-def needs_mask(
-    order_ptr, token_ptr, t0, first, num_keys,
-    n: tl.constexpr, SIZE: tl.constexpr, BN: tl.constexpr, HAS_POSITIONS: tl.constexpr,
-):  # fmt: skip
-    """Return how many queries, first in the list, may not see the whole key tile; queries are ascending and unique.
+def count_masked(first, order_ptr, where, t0, n: tl.constexpr, SIZE: tl.constexpr):
+    """Return how many queries, first in the list, may not see all keys of a tile; queries are ascending and unique.
 
     A query after the tile's last key sees all of it: if its document starts inside the run, it uses another key tile.
     """
-    t = t0 + tl.load(order_ptr) // n
-    count = first + SIZE - tl.load(token_ptr + t) if HAS_POSITIONS else first + SIZE - 1 - t
-    return tl.where((BN > SIZE) | (first < 0) | (first + BN > num_keys), 2147483647, count)
+    count = first + SIZE - 1 - t0 - tl.load(order_ptr) // n
+    if where is not None:
+        _, token = keys_of_pair(tl.load(order_ptr), where, n, SIZE)
+        count = first + SIZE - token
+    return count
+
+
+@jit
+def keys_of_pair(pair, where, n: tl.constexpr, SIZE: tl.constexpr):
+    """Return the first key of a pair's block, and the token of its query: the last key that this may see."""
+    idx_ptr, token_ptr, start_ptr, first = where
+    at = first + pair // n
+    return tl.load(start_ptr + at) + tl.load(idx_ptr + pair) * SIZE, tl.load(token_ptr + at)
 
 
 @jit
@@ -66,16 +75,13 @@ def row_of_tile(i, r, QUERIES: tl.constexpr, SPREAD: tl.constexpr, G: tl.constex
 
 
 @jit
-def sees(
-    pair, key, idx_ptr, token_ptr, start_ptr, t0, n: tl.constexpr, SIZE: tl.constexpr, HAS_POSITIONS: tl.constexpr
-):  # fmt: skip
+def sees(pair, key, where, t0, n: tl.constexpr, SIZE: tl.constexpr):
     """Return which keys the query of each pair sees, ``(pairs, keys)``; a missing key is the largest int."""
-    t = t0 + pair // n
-    if HAS_POSITIONS:
-        lowest = tl.load(start_ptr + t) + tl.load(idx_ptr + pair) * SIZE
-        seen = (key[None, :] <= tl.load(token_ptr + t)[:, None]) & (key[None, :] >= lowest[:, None])
+    if where is None:
+        seen = key[None, :] <= (t0 + pair // n)[:, None]
     else:
-        seen = key[None, :] <= t[:, None]
+        lowest, token = keys_of_pair(pair, where, n, SIZE)
+        seen = (key[None, :] <= token[:, None]) & (key[None, :] >= lowest[:, None])
     return seen
 
 

@@ -1,4 +1,4 @@
-# pyright: standard, reportGeneralTypeIssues=false
+# pyright: standard, reportArgumentType=false, reportGeneralTypeIssues=false
 """The keys that queries see: positions, compressed tokens, the runs of keys that a tile shares, and capped scores."""
 
 from __future__ import annotations
@@ -9,6 +9,14 @@ from triton import knobs
 from flexnsa.attention.triton.kernels.kernel import jit
 
 INTERPRETED: tl.constexpr = tl.constexpr(knobs.runtime.interpret)
+
+
+@jit
+def place_in_scores(num_rows, width, BT: tl.constexpr, BJ):
+    """Return the first row and the first block that a program scores, and its batch element and head."""
+    tiles_t, tiles_j = (num_rows + BT - 1) // BT, (width + BJ - 1) // BJ
+    tile = tl.program_id(0)
+    return tile // tiles_j % tiles_t * BT, tile % tiles_j * BJ, (tile // tiles_j // tiles_t).to(tl.int64)
 
 
 @jit
@@ -48,7 +56,7 @@ def runs(low, high, BN: tl.constexpr):
 
 
 @jit
-def capped(x, INNER: tl.constexpr, DTYPE: tl.constexpr):
+def capped(x, INNER: tl.constexpr, DTYPE: tl.constexpr = tl.bfloat16):
     """Return ``tanh(INNER * x)`` of products of numbers of a dtype; without a soft cap, where it is 0, the products.
 
     The hardware's has a relative error of 2^-11. The exact one is Cephes' polynomial near 0, where ``1 - 1`` rounds.

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from flexnsa.attention.triton.kernels.gluon import async_load, barrier, gluon_jit
 from flexnsa.attention.triton.kernels.hopper.rows import copy_layout, copy_rows, product_layout, product_with
-from flexnsa.attention.triton.kernels.hopper.visible import capped, count_visible
+from flexnsa.attention.triton.kernels.visible import capped, count_visible, place_in_scores
 
 
 @gluon_jit(do_not_specialize=["first_row", "num_rows", "num_keys", "width"])
@@ -31,14 +31,10 @@ def hopper_importance(
     cells: gl.constexpr = product_layout(BLOCK_J, gl.num_warps())
     of_rows: gl.constexpr = gl.SliceLayout(1, cells)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    num_tiles_j = (width + BLOCK_J - 1) // BLOCK_J
-    num_tiles_t = (num_rows + BLOCK_T - 1) // BLOCK_T
-    first_block = gl.program_id(0) % num_tiles_j * BLOCK_J
-    tile_t = gl.program_id(0) // num_tiles_j % num_tiles_t
-    batch_head = (gl.program_id(0) // num_tiles_j // num_tiles_t).to(gl.int64)
+    local_row0, first_block, batch_head = place_in_scores(num_rows, width, BLOCK_T, BLOCK_J)
     batch = batch_head // KV_HEADS
     kv_head = batch_head % KV_HEADS
-    row0 = first_row + tile_t * BLOCK_T
+    row0 = first_row + local_row0
     end = first_row + num_rows
 
     if first_block * RATIO < count_visible(gl.minimum(row0 + BLOCK_T, end) - 1, LENGTH, STRIDE):
@@ -62,7 +58,7 @@ def hopper_importance(
         _copy_lse(lse_tiles.index(1), lse_ptr, row0, end if GROUP > 1 else 0)
         async_copy.commit_group()
 
-        local_row = tile_t * BLOCK_T + gl.arange(0, BLOCK_T, of_rows)
+        local_row = local_row0 + gl.arange(0, BLOCK_T, of_rows)
         visible = count_visible(first_row + local_row, LENGTH, STRIDE)
         block = first_block + gl.arange(0, BLOCK_J, gl.SliceLayout(0, cells))
         visible = visible[:, None] - (block * RATIO)[None, :]

@@ -11,7 +11,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from flexnsa.attention.triton.kernels.gluon import async_load, gluon_jit
 from flexnsa.attention.triton.kernels.hopper.rows import copy_rows, load_rows, product_layout, product_with, store_rows
-from flexnsa.attention.triton.kernels.hopper.visible import capped, keys_of, place, queries_of, through_cap
+from flexnsa.attention.triton.kernels.intervals import keys_of, place
+from flexnsa.attention.triton.kernels.visible import capped, through_cap
 
 
 @gluon_jit(do_not_specialize=["p_sb", "num_heads", "num_queries", "num_keys"])
@@ -132,7 +133,7 @@ def hopper_backward_keys(
     if HAS_POSITIONS:
         where = token_ptr, start_ptr, first_ptr, (b * p_sb).to(gl.int32)
         key = gl.minimum(key0 + gl.arange(0, BN, gl.SliceLayout(1, mma_s)), num_keys - 1)
-        begin, past = queries_of(key, where, num_queries, num_keys, LENGTH, STRIDE, WINDOW)
+        begin, past = _queries_of(key, where, num_queries, num_keys, LENGTH, STRIDE, WINDOW)
         span = (past - begin).to(gl.uint32)[:, None]
         row0 = gl.min(begin, 0)
         whole = gl.max(begin, 0)
@@ -216,6 +217,24 @@ def hopper_backward_keys(
     async_copy.wait_group(0)
     store_rows(dk_ptr + b * gk_sb + at * gk_sh, key0, num_keys, gk_st, dk * scale, DK)
     store_rows(dv_ptr + b * gv_sb + at * gv_sh, key0, num_keys, gv_st, dv, DV)
+
+
+@gluon_jit
+def _queries_of(
+    key, where, num_queries, num_keys, LENGTH: gl.constexpr, STRIDE: gl.constexpr, WINDOW: gl.constexpr
+):  # fmt: skip
+    """Return the queries ``begin .. end - 1`` that see keys, found by bisection; no key may be past the last one."""
+    begin = key * 0
+    end = key * 0
+    size = num_queries
+    while size > 0:
+        half = (size + 1) // 2
+        _, high = keys_of(begin + (half - 1), where, num_queries, num_keys, LENGTH, STRIDE, WINDOW)
+        low, _ = keys_of(end + (half - 1), where, num_queries, num_keys, LENGTH, STRIDE, WINDOW)
+        begin += gl.where(high > key, 0, half)
+        end += gl.where(low > key, 0, half)
+        size = size // 2
+    return begin, end
 
 
 @gluon_jit

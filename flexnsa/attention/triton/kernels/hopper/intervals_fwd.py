@@ -10,7 +10,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from flexnsa.attention.triton.kernels.gluon import barrier, gluon_jit
 from flexnsa.attention.triton.kernels.hopper.rows import copy_rows, product_layout, product_with, store_rows
-from flexnsa.attention.triton.kernels.hopper.visible import capped, keys_of, place
+from flexnsa.attention.triton.kernels.intervals import keys_of, place
+from flexnsa.attention.triton.kernels.visible import capped
 
 
 @gluon_jit(do_not_specialize=["p_sb", "num_heads", "num_queries", "num_keys"])

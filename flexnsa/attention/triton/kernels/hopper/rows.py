@@ -77,7 +77,7 @@ def copy_gathered(to, ptr, offsets, WIDTH: gl.constexpr):
 
 
 @gluon_jit
-def load_rows(ptr, first, end, stride, WIDTH: gl.constexpr):
+def load_rows(ptr, first, end, stride, WIDTH: gl.constexpr, SWAPPED: gl.constexpr = False):
     """Load the rows from ``first`` on to shared memory, where they stay; those from ``end`` on are zeros."""
     ROWS: gl.constexpr = 16 * gl.num_warps()
     layout: gl.constexpr = copy_layout(WIDTH, gl.num_warps())
@@ -85,6 +85,8 @@ def load_rows(ptr, first, end, stride, WIDTH: gl.constexpr):
     column = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     mask = (row < end)[:, None] & (column < WIDTH)[None, :]
     x = gl.load(ptr + row.to(gl.int64)[:, None] * stride + column[None, :], mask=mask, other=0.0)
+    if SWAPPED:
+        x = swap_columns(x, WIDTH)
     return gl.allocate_shared_memory(ptr.dtype.element_ty, [ROWS, WIDTH], gl.NVMMASharedLayout(128, 16, 2), x)
 
 
@@ -97,3 +99,13 @@ def store_rows(ptr, first, end, stride, x, WIDTH: gl.constexpr):
     column = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
     mask = (row < end)[:, None] & (column < WIDTH)[None, :]
     gl.store(ptr + row.to(gl.int64)[:, None] * stride + column[None, :], x, mask=mask)
+
+
+@gluon_jit
+def swap_columns(x, WIDTH: gl.constexpr):
+    """Move column ``8 a + 2 b + c`` of every 32 to ``8 b + 2 a + c``, and back: a and b are from 0 to 3, c is 0 or 1.
+
+    A thread has the columns ``8 a + 2 b`` and ``8 a + 2 b + 1`` of a product for all a, and one b.
+    """
+    x = x.reshape([64, WIDTH // 32, 4, 4, 2])
+    return x.permute([0, 1, 3, 2, 4]).reshape([64, WIDTH])

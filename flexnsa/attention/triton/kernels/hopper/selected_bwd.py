@@ -14,15 +14,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from flexnsa.attention.triton.kernels.gluon import async_load, barrier, gluon_jit
 from flexnsa.attention.triton.kernels.hopper.rows import copy_gathered, load_rows, product_layout, store_layout
-from flexnsa.attention.triton.kernels.hopper.visible import capped, count_masked, first_key, keys_of_pair, through_cap
+from flexnsa.attention.triton.kernels.selected_pairs import OF_CHUNK, OF_REPLICAS, count_masked, first_key, keys_of_pair
+from flexnsa.attention.triton.kernels.visible import capped, through_cap
 
 
-@gluon_jit(
-    do_not_specialize=[
-        "p_sb", "kv_heads", "num_queries", "num_keys", "chunk", "index", "num_chunks", "num_replicas", "num_shared",
-        "parity",
-    ]
-)  # fmt: skip
+@gluon_jit(do_not_specialize=[*OF_CHUNK, *OF_REPLICAS])
 def hopper_backward_parts(
     q_ptr, k_ptr, v_ptr, do_ptr, stats_ptr, idx_ptr, token_ptr, start_ptr, p_sb, order_ptr, replicas_ptr,
     dq_ptr, dk_ptr, dv_ptr, dk_shared_ptr, dv_shared_ptr,
@@ -61,7 +57,7 @@ def hopper_backward_parts(
         where = None
         if HAS_POSITIONS:
             where = idx_ptr + (bh * num_queries + t0) * n, token_ptr, start_ptr, (b * p_sb + t0).to(gl.int32)
-        begin = first_key(gl.load(replicas_ptr), order_ptr, where, n, SIZE)
+        begin = first_key(gl.load(replicas_ptr), gl.load(order_ptr), where, n, SIZE)
         first = gl.maximum(begin, 0) if HAS_POSITIONS else begin
         end = gl.minimum(begin + SIZE, num_keys)
         # So many queries, first in the list, may not see the whole key tile.

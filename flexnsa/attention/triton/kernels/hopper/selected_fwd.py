@@ -17,13 +17,15 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from flexnsa.attention.triton.kernels.gluon import async_load, gluon_constant, gluon_jit
 from flexnsa.attention.triton.kernels.hopper.rows import (
-    copy_layout,
     copy_rows,
+    load_rows,
     product_layout,
     product_with,
     store_layout,
+    swap_columns,
 )
-from flexnsa.attention.triton.kernels.hopper.visible import capped, count_masked, first_key, keys_of_pair
+from flexnsa.attention.triton.kernels.selected_pairs import count_masked, first_key, keys_of_pair
+from flexnsa.attention.triton.kernels.visible import capped
 
 
 @gluon_jit(
@@ -60,7 +62,7 @@ def hopper_forward_parts(
         where = None
         if HAS_POSITIONS:
             where = idx_ptr + (bh * num_queries + t0) * n, token_ptr, start_ptr, (b * p_sb + t0).to(gl.int32)
-        begin = first_key(gl.load(replicas_ptr), order_ptr, where, n, SIZE)
+        begin = first_key(gl.load(replicas_ptr), gl.load(order_ptr), where, n, SIZE)
         first = gl.maximum(begin, 0) if HAS_POSITIONS else begin
         end = gl.minimum(begin + SIZE, num_keys)
         q_tiles = gl.allocate_shared_memory(dtype, [2, BM, DK], swizzled)
@@ -71,7 +73,7 @@ def hopper_forward_parts(
         tiles = last // BM + 1
         pair, head = _find(order_ptr, r, last, G)
         copy_rows(k_tile, k_ptr + b * k_sb + h * k_sh, first, end, k_st, DK)
-        v_tile = _load_values(v_ptr + b * v_sb + h * v_sh, first, end, v_st, DV)
+        v_tile = load_rows(v_ptr + b * v_sb + h * v_sh, first, end, v_st, DV, True)
         _copy_queries(q_tiles.index(0), q_ptr, pair, head, q_sg, q_st, n, DK)
         async_copy.commit_group()
         row = gl.where(r <= last, pair * G + head, -1)
@@ -179,36 +181,13 @@ def _copy_queries(to, q_ptr, pair, head, q_sg, q_st, n: gl.constexpr, WIDTH: gl.
 
 
 @gluon_jit
-def _load_values(ptr, first, end, stride, WIDTH: gl.constexpr):
-    """Load values to shared memory, with permuted columns."""
-    layout: gl.constexpr = copy_layout(WIDTH)
-    row = gl.arange(0, 64, gl.SliceLayout(1, layout))
-    column = gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
-    at = ptr + (first + row).to(gl.int64)[:, None] * stride + column[None, :]
-    v = gl.load(at, mask=(first + row < end)[:, None] & (column < WIDTH)[None, :], other=0.0)
-    tile = gl.allocate_shared_memory(ptr.dtype.element_ty, [64, WIDTH], gl.NVMMASharedLayout(128, 16, 2))
-    tile.store(_swap_columns(v, WIDTH))
-    return tile
-
-
-@gluon_jit
 def _store_outputs(ptr, o, row, WIDTH: gl.constexpr):
     """Store partial outputs, whose columns are permuted as those of the values; queries stay in the cache."""
     layout: gl.constexpr = store_layout(WIDTH)
-    o = gl.convert_layout(_swap_columns(o.to(ptr.dtype.element_ty), WIDTH), layout)
+    o = gl.convert_layout(swap_columns(o.to(ptr.dtype.element_ty), WIDTH), layout)
     row = gl.convert_layout(row, gl.SliceLayout(1, layout))
     to = (ptr + gl.arange(0, WIDTH, gl.SliceLayout(0, layout)))[None, :] + (row.to(gl.int64) * WIDTH)[:, None]
     gl.store(to, o, mask=(row >= 0)[:, None], eviction_policy="evict_first")
-
-
-@gluon_jit
-def _swap_columns(x, WIDTH: gl.constexpr):
-    """Move column ``8 a + 2 b + c`` of every 32 to ``8 b + 2 a + c``, and back: a and b are from 0 to 3, c is 0 or 1.
-
-    A thread has the columns ``8 a + 2 b`` and ``8 a + 2 b + 1`` of a product for all a, and one b.
-    """
-    x = x.reshape([64, WIDTH // 32, 4, 4, 2])
-    return x.permute([0, 1, 3, 2, 4]).reshape([64, WIDTH])
 
 
 @gluon_jit
