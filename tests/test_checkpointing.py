@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flexnsa import NativeSparseAttention
 from flexnsa.mods import soft_cap
+from flexnsa.operators import opaque
 from flexnsa.operators.checkpointing import SELECTION_OPERATORS, keep_selection
 from tests.support.inputs import SMALL
 from tests.support.operators import Operators
@@ -47,3 +48,20 @@ def test_a_restart_finds_what_was_compiled_of_a_checkpoint() -> None:
         torch.compiler.reset()
         torch.compile(checkpoint)(torch.sin, x, use_reentrant=False, context_fn=keep_selection).sum().backward()
     assert counters["aot_autograd"]["autograd_cache_hit"]
+
+
+def test_another_version_of_the_package_is_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a compiler keeps on disk has the backward of the version that it was compiled with."""
+
+    @opaque.opaque_operator("copy_of_test_checkpointing")
+    def copy(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.clone(), x.clone()
+
+    copy.register_fake(lambda x: (torch.empty_like(x), torch.empty_like(x)))
+    x = torch.ones(8, requires_grad=True)
+    for version in (2.0, 3.0):
+        torch.compiler.reset()
+        monkeypatch.setattr(opaque, "_digest", lambda _, version=version: str(version))
+        copy.register_backward(lambda grad, *_, version=version: (version * grad,), differentiable=1)
+        (gradient,) = torch.autograd.grad(torch.compile(lambda x: copy(x)[0].sin())(x).sum(), x)
+        torch.testing.assert_close(gradient, version * x.cos())

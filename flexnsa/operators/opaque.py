@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from hashlib import sha256
 from inspect import Parameter, Signature, signature
 from itertools import islice
+from pathlib import Path
 from typing import Any, Generic, ParamSpec, TypeVar, get_type_hints
 
 import torch
@@ -61,6 +64,7 @@ class OpaqueOperator(Generic[P, T]):
         hints = get_type_hints(function)
         kinds = [hints[parameter] for parameter in signature(function).parameters]
         self._records = [kind if hasattr(kind, "_fields") else None for kind in kinds]
+        self._count = sum(len(record._fields) if record else 1 for record in self._records)
         replayed = Replayed(function, self._nested) if launches_kernels else None
 
         @_disable_dynamo
@@ -81,34 +85,31 @@ class OpaqueOperator(Generic[P, T]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Call the operator."""
-        if any(self._records):
-            return self._operator(*_fields(args, self._records))
-        return self._operator(*args, **kwargs)
+        # A compiler keeps a graph with its backward on disk; of another version of the package that may be another one.
+        source = {"source": _source()} if torch.compiler.is_compiling() else {}
+        return self._operator(*_fields(args, self._records), **kwargs, **source)
 
     def run(self, *args: Any) -> T:
         """Call the function on the arguments of the schema, not through the operator."""
         return self.function(*self._nested(args))  # pyright: ignore[reportCallIssue]  (as the schema has it)
 
     def _prototype(self, function: Callable[P, T], hints: dict[str, Any]) -> Callable[P, T]:
-        """Return a function whose signature is that of the schema."""
-        if not any(self._records):
-            return function
-        fields: dict[str, Any] = {}
-        for name, record in zip(signature(function).parameters, self._records, strict=True):
-            fields |= get_type_hints(record) if record else {name: hints[name]}
-        parameters = [Parameter(x, Parameter.POSITIONAL_OR_KEYWORD, annotation=kind) for x, kind in fields.items()]
+        """Return a function whose signature is that of the schema, which ends with a digest that nothing reads."""
+        parameters = list[Parameter]()
+        for parameter, record in zip(signature(function).parameters.values(), self._records, strict=True):
+            fields = get_type_hints(record) if record else {parameter.name: hints[parameter.name]}
+            parameters += [parameter.replace(name=name, annotation=kind) for name, kind in fields.items()]
+        source = Parameter("source", Parameter.POSITIONAL_OR_KEYWORD, default="", annotation=str)
 
         def prototype(*args: P.args, **kwargs: P.kwargs) -> T:
             return function(*args, **kwargs)
 
-        prototype.__signature__ = Signature(parameters, return_annotation=hints["return"])  # pyright: ignore[reportFunctionMemberAccess]
+        prototype.__signature__ = Signature([*parameters, source], return_annotation=hints["return"])  # pyright: ignore[reportFunctionMemberAccess]
         return prototype
 
     def _nested(self, args: Sequence[Any]) -> Sequence[Any]:
         """Return the arguments of the function, given those of the schema."""
-        if not any(self._records):
-            return args
-        rest = iter(args)
+        rest = iter(args[: self._count])
         return [record(*islice(rest, len(record._fields))) if record else next(rest) for record in self._records]
 
     def register_fake(self, function: Callable[..., T]) -> Callable[..., T]:
@@ -167,6 +168,7 @@ class OpaqueOperator(Generic[P, T]):
         self.register_autograd(differentiate, setup_context=save)
 
     def _with_derivatives(self, *args: Any) -> Any:
+        args = args[: self._count]
         tensors = [x for x in args if isinstance(x, Tensor)]
         if any(unpack_dual(x).tangent is not None for x in tensors):
             raise NotImplementedError(f"{self.name} has no forward-mode derivative; use impl='reference'")
@@ -187,7 +189,20 @@ class OpaqueOperator(Generic[P, T]):
 
 def _fields(args: Sequence[Any], records: Sequence[Any]) -> list[Any]:
     """Return the arguments of a schema, given those of a function: the fields of each named tuple in its place."""
-    return [y for x, record in zip(args, records, strict=True) for y in (x if record else (x,))]
+    return [y for x, record in zip(args, records, strict=False) for y in (x if record else (x,))]
+
+
+def _source() -> str:
+    """Return a digest of the package, a constant to compilers."""
+    return _digest(Path(__file__).parents[1])
+
+
+_source._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]  (the decorator imports Dynamo)
+
+
+@cache
+def _digest(folder: Path) -> str:
+    return sha256(b"".join(file.read_bytes() for file in sorted(folder.rglob("*.py")))).hexdigest()[:16]
 
 
 def _can_compile_ahead(args: Sequence[Any]) -> bool:
