@@ -61,7 +61,7 @@ def test_another_version_of_the_package_is_compiled_anew(monkeypatch: pytest.Mon
     x = torch.ones(8, requires_grad=True)
     for version in (2.0, 3.0):
         torch.compiler.reset()
-        monkeypatch.setattr(opaque, "_digest", lambda _, version=version: str(version))
+        monkeypatch.setattr(opaque, "digest_of", lambda _, version=version: str(version))
         copy.register_backward(lambda grad, *_, version=version: (version * grad,), differentiable=1)
         (gradient,) = torch.autograd.grad(torch.compile(lambda x: copy(x)[0].sin())(x).sum(), x)
         torch.testing.assert_close(gradient, version * x.cos())

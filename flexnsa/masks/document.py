@@ -7,6 +7,7 @@ from torch import Tensor
 
 from flexnsa.config import NSAConfig
 from flexnsa.masks.positions import Positions
+from flexnsa.operators.search import searchsorted
 
 
 def document_positions(document_ids: Tensor, config: NSAConfig) -> Positions:
@@ -18,7 +19,7 @@ def document_positions(document_ids: Tensor, config: NSAConfig) -> Positions:
     """
     token = torch.arange(document_ids.shape[1], dtype=torch.int32, device=document_ids.device).expand_as(document_ids)
     ids = document_ids.contiguous()
-    start = torch.searchsorted(ids, ids, out_int32=True)  # cummax reads a long row on one multiprocessor
+    start = searchsorted(ids, ids)  # cummax reads a long row on one multiprocessor
     completed = _completes_block(token - start, config).cumsum(1, dtype=torch.int32)
     before_document = torch.nn.functional.pad(completed, (1, 0)).gather(1, start.to(torch.int64))
     return Positions(token.contiguous(), start, before_document, document=document_ids)

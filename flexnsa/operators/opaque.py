@@ -109,8 +109,10 @@ class OpaqueOperator(Generic[P, T]):
 
     def _nested(self, args: Sequence[Any]) -> Sequence[Any]:
         """Return the arguments of the function, given those of the schema."""
-        rest = iter(args[: self._count])
-        return [record(*islice(rest, len(record._fields))) if record else next(rest) for record in self._records]
+        rest, nested = iter(args[: self._count]), list[Any]()  # without those that equal their defaults
+        for record in self._records:
+            nested += [record(*islice(rest, len(record._fields)))] if record else islice(rest, 1)
+        return nested
 
     def register_fake(self, function: Callable[..., T]) -> Callable[..., T]:
         """Register a function that returns empty results of the right shapes and dtypes."""
@@ -194,14 +196,15 @@ def _fields(args: Sequence[Any], records: Sequence[Any]) -> list[Any]:
 
 def _source() -> str:
     """Return a digest of the package, a constant to compilers."""
-    return _digest(Path(__file__).parents[1])
+    return digest_of(Path(__file__).parents[1])
 
 
 _source._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]  (the decorator imports Dynamo)
 
 
 @cache
-def _digest(folder: Path) -> str:
+def digest_of(folder: Path) -> str:
+    """Return a digest of the Python files in a folder."""
     return sha256(b"".join(file.read_bytes() for file in sorted(folder.rglob("*.py")))).hexdigest()[:16]
 
 
