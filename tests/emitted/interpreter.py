@@ -133,6 +133,8 @@ def import_early() -> None:
     from torch._inductor import select_algorithm  # noqa: F401
     from torch._inductor.codegen import memory_planning  # noqa: F401
 
+    from flexnsa.attention import dispatch  # noqa: F401
+
 
 if __name__ == "__main__":
     import_early()
