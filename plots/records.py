@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 COMMANDS = {
-    "training_h100.json": "python -m benchmarks training.throughput --models text-125m --lengths 2048 4096 8192 16384 "
-    "32768 65536 --json benchmarks/results/training_h100.json",
+    "training_text_h200.json": "python -m benchmarks training.throughput --models text-125m --lengths 2048 4096 8192 "
+    "16384 32768 65536 --json benchmarks/results/training_text_h200.json",
     "training_h200.json": "python -m benchmarks training.throughput --json benchmarks/results/training_h200.json",
     "attention_h200.json": "python -m benchmarks attention.gpu --json benchmarks/results/attention_h200.json",
     "cpu_throughput.json": "make record",

@@ -11,19 +11,19 @@ from plots.records import NotRecordedError, Results
 from plots.style import figure, length_axes
 
 NAMES = {"nsa": ("NSA", BLUE), "dense": ("dense, cuDNN", ORANGE)}
-SETTINGS = {"default settings": "h100", "the paper's settings": "h200"}
-"""Each with the card that it was measured on."""
+SETTINGS = {"default settings": "training_text_h200.json", "the paper's settings": "training_h200.json"}
+"""Each with its measurements."""
 Curves = dict[str, dict[int, float]]
 
 
 def on_gpu(results: Results) -> Figure:
     """Whole steps: forward, loss, backward and optimizer."""
-    records = {settings: results.load(f"training_{card}.json") for settings, card in SETTINGS.items()}
+    records = {settings: results.load(name) for settings, name in SETTINGS.items()}
     models: dict[str, Curves] = {}
     for settings, record in records.items():
         for point in record.points():
             if "tokens_per_s" in point:
-                title = f"{point['model']}, {settings}, {SETTINGS[settings].upper()}"
+                title = f"{point['model']}, {settings}"
                 curves = models.setdefault(title, {name: {} for name in NAMES})
                 curves[point["attention"]][point["seq_len"]] = point["tokens_per_s"]
     models = {name: curves for name, curves in models.items() if _ratios(curves)}
