@@ -92,7 +92,7 @@ def test_rotary_tables_are_computed_once_by_a_model_compiled_whole() -> None:
     assert occurrences(code, "aten.sin", "aten.cos") == 0
 
 
-def test_variants_of_pointwise_kernels_are_not_timed_unless_the_caller_says_how_to_compile(
+def test_kernels_are_combined_and_no_variants_timed_unless_the_caller_says_how_to_compile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given = list[dict[str, Any]]()
@@ -102,5 +102,6 @@ def test_variants_of_pointwise_kernels_are_not_timed_unless_the_caller_says_how_
     model.compile_layers(mode="max-autotune")
     model.compile_layers(options={"max_autotune": True})
     assert given[1:] == [{"mode": "max-autotune"}, {"options": {"max_autotune": True}}]
-    assert given[0] == {"fullgraph": True, "options": {"triton.autotune_pointwise": False}}
+    quick = {"triton.autotune_pointwise": False, "combo_kernels": True, "combo_kernels_autotune": 0}
+    assert given[0] == {"fullgraph": True, "options": quick}
     assert given[0]["options"].keys() <= set(torch._inductor.list_options())
