@@ -14,6 +14,7 @@ from hashlib import sha256
 from inspect import Parameter, Signature, signature
 from itertools import islice
 from pathlib import Path
+from types import NoneType
 from typing import Any, Generic, ParamSpec, TypeVar, get_type_hints
 
 import torch
@@ -104,7 +105,8 @@ class OpaqueOperator(Generic[P, T]):
         def prototype(*args: P.args, **kwargs: P.kwargs) -> T:
             return function(*args, **kwargs)
 
-        prototype.__signature__ = Signature([*parameters, source], return_annotation=hints["return"])  # pyright: ignore[reportFunctionMemberAccess]
+        returned = None if hints["return"] is NoneType else hints["return"]
+        prototype.__signature__ = Signature([*parameters, source], return_annotation=returned)  # pyright: ignore[reportFunctionMemberAccess]
         return prototype
 
     def _nested(self, args: Sequence[Any]) -> Sequence[Any]:
