@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from flexnsa.operators.search import searchsorted
-
 DENSE_TILE = 128
 """Queries, and keys, per tile in the dense branches: the size that FlexAttention's kernels are tuned for."""
 
@@ -129,11 +127,11 @@ def _tiles_of_keys(intervals: Intervals, num_keys: int, block_size: tuple[int, i
     left = left.expand(batch, -1).contiguous()
     right = left + kv_tile - 1
     lo, hi = intervals.lo.expand_as(intervals.hi).contiguous(), intervals.hi.contiguous()
-    end_full = searchsorted(lo, left, right=True)  # queries before it have lo <= left
+    end_full = torch.searchsorted(lo, left, right=True, out_int32=True)  # queries before it have lo <= left
     return _ranges(
-        first=searchsorted(hi, left, right=True),  # from here on hi > left
-        end=searchsorted(lo, right, right=True),
-        first_full=searchsorted(hi, right, right=True),
+        first=torch.searchsorted(hi, left, right=True, out_int32=True),  # from here on hi > left
+        end=torch.searchsorted(lo, right, right=True, out_int32=True),
+        first_full=torch.searchsorted(hi, right, right=True, out_int32=True),
         # Rows after the last query need no mask, so the last query tile counts as complete.
         end_full=torch.where(end_full == num_queries, end_full + q_tile - 1, end_full),
         tile=q_tile,

@@ -35,6 +35,27 @@ class DenseCache(StepCache):
         heads = num_kv_heads, head_dim, v_head_dim
         super().__init__(full, batch_size, *heads, ("k", "v"), rope_base=rope_base, dtype=dtype, device=device)
 
+    @property
+    def k(self) -> Tensor:
+        """Keys ``(B, Hkv, max_seq_len + 1, Dk)``."""
+        return self.buffers["k"]
+
+    @property
+    def v(self) -> Tensor:
+        """Values ``(B, Hkv, max_seq_len + 1, Dv)``."""
+        return self.buffers["v"]
+
+    def append(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> None:
+        """Add the first ``lengths (B,)`` of ``T`` tokens: ``k (B, Hkv, T, Dk)``, already rotated, and ``v``.
+
+        Raises:
+            ValueError: there is no capacity for them. A compiled or captured call cannot raise, and keeps none of them.
+        """
+        step = self.begin(k.shape[2], lengths)
+        self.store("k", k, step)
+        self.store("v", v, step)
+        self.end(step)
+
 
 def place(
     q: Tensor,
