@@ -86,7 +86,7 @@ class OpaqueOperator(Generic[P, T]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Call the operator."""
-        # A compiler keeps a graph with its backward on disk; of another version of the package that may be another one.
+        # A compiler finds graphs on disk by the names of operators, whose backward may be another in a new version.
         source = {"source": _source()} if torch.compiler.is_compiling() else {}
         return self._operator(*_fields(args, self._records), **kwargs, **source)
 
@@ -95,7 +95,7 @@ class OpaqueOperator(Generic[P, T]):
         return self.function(*self._nested(args))  # pyright: ignore[reportCallIssue]  (as the schema has it)
 
     def _prototype(self, function: Callable[P, T], hints: dict[str, Any]) -> Callable[P, T]:
-        """Return a function whose signature is that of the schema, which ends with a digest that nothing reads."""
+        """Return a function with the signature of the schema, which ends with the digest that tells versions apart."""
         parameters = list[Parameter]()
         for parameter, record in zip(signature(function).parameters.values(), self._records, strict=True):
             fields = get_type_hints(record) if record else {parameter.name: hints[parameter.name]}
@@ -111,7 +111,7 @@ class OpaqueOperator(Generic[P, T]):
 
     def _nested(self, args: Sequence[Any]) -> Sequence[Any]:
         """Return the arguments of the function, given those of the schema."""
-        rest, nested = iter(args[: self._count]), list[Any]()  # without those that equal their defaults
+        rest, nested = iter(args[: self._count]), list[Any]()  # last ones that equal their defaults are not passed
         for record in self._records:
             nested += [record(*islice(rest, len(record._fields)))] if record else islice(rest, 1)
         return nested
@@ -193,7 +193,7 @@ class OpaqueOperator(Generic[P, T]):
 
 def _fields(args: Sequence[Any], records: Sequence[Any]) -> list[Any]:
     """Return the arguments of a schema, given those of a function: the fields of each named tuple in its place."""
-    return [y for x, record in zip(args, records, strict=False) for y in (x if record else (x,))]
+    return [y for x, record in zip(args, records[: len(args)], strict=True) for y in (x if record else (x,))]
 
 
 def _source() -> str:

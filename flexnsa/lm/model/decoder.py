@@ -327,8 +327,8 @@ class DecoderLayer(nn.Module):
 def quick_options(options: dict[str, Any]) -> dict[str, Any]:
     """Have Inductor combine small kernels and time no variants, unless options name a backend, mode or options.
 
-    On an H200 a step of text-125m at 8k has 1,592 launches instead of 2,072 and takes 151 ms instead of 156. The first
-    step is 4 seconds shorter without variants of pointwise kernels, and none of them is faster.
+    On an H200 combined kernels save 480 of 2,072 launches and 3 % of a step of text-125m at 8k. The first step is 4
+    seconds shorter without variants of pointwise kernels, and none of them is faster.
     """
     if options.keys() & {"backend", "mode", "options"}:
         return options
