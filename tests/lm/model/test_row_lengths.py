@@ -59,6 +59,7 @@ CASES: dict[str, Case] = {
     "NSACache.check_room": Case(lambda given, lengths: given.cache.check_room(TOKENS, lengths), 0),
     "NSACache.crop": Case(lambda given, lengths: given.cache.crop(lengths), 0),
     "DenseAttention.forward": Case(of_layer, 0, "dense"),
+    "DenseCache.append": Case(lambda given, lengths: given.cache.append(*given.keys(), lengths), 0, "dense"),
     "DenseCache.begin": Case(lambda given, lengths: given.cache.begin(TOKENS, lengths), 0, "dense"),
     "DenseCache.begin_rows": Case(
         lambda given, lengths: given.cache.begin_rows(TOKENS, lengths, None, None), 0, "dense"
