@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.utils.checkpoint import checkpoint
 
 from flexnsa import NativeSparseAttention
@@ -65,3 +68,23 @@ def test_another_version_of_the_package_is_compiled_anew(monkeypatch: pytest.Mon
         copy.register_backward(lambda grad, *_, version=version: (version * grad,), differentiable=1)
         (gradient,) = torch.autograd.grad(torch.compile(lambda x: copy(x)[0].sin())(x).sum(), x)
         torch.testing.assert_close(gradient, version * x.cos())
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_each_operator_in_what_is_compiled_names_the_version(learns: bool) -> None:
+    """Graphs are also found on disk after autograd was traced, by the calls in them."""
+    graphs = list[torch.fx.GraphModule]()
+
+    def keep(graph: torch.fx.GraphModule, _: object) -> Any:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    layer, x = NativeSparseAttention(32, 6, 2, 8, config=SMALL).requires_grad_(learns), torch.randn(2, 70, 32)
+    out = torch.compile(layer, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep))(x)
+    if learns:
+        out.sum().backward()
+    nodes = [node for graph in graphs for node in graph.graph.nodes if str(node.target).startswith("flexnsa.")]
+    assert len(graphs) == 1 + learns
+    assert nodes
+    for node in nodes:
+        assert opaque.digest_of(Path(opaque.__file__).parents[1]) in (*node.args, *node.kwargs.values()), node

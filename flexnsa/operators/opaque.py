@@ -86,9 +86,7 @@ class OpaqueOperator(Generic[P, T]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Call the operator."""
-        # A compiler finds graphs on disk by the names of operators, whose backward may be another in a new version.
-        source = {"source": _source()} if torch.compiler.is_compiling() else {}
-        return self._operator(*_fields(args, self._records), **kwargs, **source)
+        return self._operator(*_fields(args, self._records), **kwargs, **_version())
 
     def run(self, *args: Any) -> T:
         """Call the function on the arguments of the schema, not through the operator."""
@@ -178,14 +176,14 @@ class OpaqueOperator(Generic[P, T]):
             raise NotImplementedError(f"{self.name} has no forward-mode derivative; use impl='reference'")
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
             with torch._C._AutoDispatchBelowAutograd():
-                return self._operator(*args)
+                return self._operator(*args, **_version())
         with enable_single_level_autograd_function():
             return self._function.apply(*args)
 
     def _forward(self, *args: Any) -> Any:
         # A Function turns gradients off inside, but the outer levels of torch.func still need theirs.
         with torch.enable_grad(), _set_fwd_grad_enabled(True), torch._C._AutoDispatchBelowAutograd():
-            return self._operator(*args)
+            return self._operator(*args, **_version())
 
     def _no_backward(self, *_: Any) -> None:
         raise NotImplementedError(f"{self.name} has no derivative (of this order); use impl='reference'")
@@ -194,6 +192,11 @@ class OpaqueOperator(Generic[P, T]):
 def _fields(args: Sequence[Any], records: Sequence[Any]) -> list[Any]:
     """Return the arguments of a schema, given those of a function: the fields of each named tuple in its place."""
     return [y for x, record in zip(args, records[: len(args)], strict=True) for y in (x if record else (x,))]
+
+
+def _version() -> dict[str, str]:
+    """Return what tells versions apart where compilers find graphs on disk by the calls in them."""
+    return {"source": _source()} if torch.compiler.is_compiling() else {}
 
 
 def _source() -> str:
