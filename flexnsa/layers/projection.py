@@ -72,17 +72,23 @@ def multiply(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply rows ``(B, Hkv, S, D)`` by ``weight (out, D)``; or several, both stacked, in a batched product."""
     if weight.dim() == 2:
         return by_rows(lambda rows: F.linear(rows, weight), x)
-    rows = x.flatten().view(x.shape[0], -1, x.shape[-1])
-    return torch.unflatten(rows @ weight.mT, 1, x.shape[1:-1])
+    return torch.unflatten(_rows(x, 1) @ weight.mT, 1, x.shape[1:-1])
 
 
 def by_rows(linear: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Map ``x (..., D)`` by a function of rows ``(R, D)``.
+    """Map ``x (..., D)`` by a function of rows ``(R, D)``."""
+    return torch.unflatten(linear(_rows(x, 0)), 0, x.shape[:-1])
 
-    They are made by way of one dimension. From several, PyTorch would make them on a condition: how their sizes divide
-    each other, which an exporter would have to prove for all lengths.
+
+def _rows(x: Tensor, first: int) -> Tensor:
+    """Flatten all dimensions from the first up to the last one, ``D``.
+
+    Exporters go by way of one dimension. From several, PyTorch would make the rows on a condition: how their sizes
+    divide each other, which would have to be proved for all lengths. Elsewhere that would write divisions by lengths.
     """
-    return torch.unflatten(linear(x.flatten().view(-1, x.shape[-1])), 0, x.shape[:-1])
+    if torch.compiler.is_exporting():
+        return x.flatten().view(*x.shape[:first], -1, x.shape[-1])
+    return x.flatten(first, -2)
 
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
