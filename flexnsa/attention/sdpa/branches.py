@@ -27,7 +27,7 @@ from flexnsa.masks.positions import positions_of
 from flexnsa.masks.user_mods import compressed_positions, token_positions
 from flexnsa.masks.window import window_intervals
 
-COMPRESSED_CHUNK, WINDOW_CHUNK = 256, 64
+COMPRESSED_CHUNK, WINDOW_CHUNK = 256, 128
 """Queries of a chunk: enough for products at full speed, few enough for their scores to stay in the CPU's cache."""
 
 

@@ -56,16 +56,12 @@ class Chunk:
 
 def chunks_of(lo: Tensor, hi: Tensor, size: int) -> list[Chunk]:
     """Split the queries into chunks; a chunk's first and last query decide its range, as bounds never decrease."""
-    starts = torch.arange(0, lo.shape[-1], size, device=lo.device)
-    stops = (starts + size).clamp_max(lo.shape[-1])
-    lo, hi = lo.flatten(0, -2), hi.flatten(0, -2)
-    ends = (
-        starts,
-        stops,
-        lo[:, starts].amin(0) // ALIGNED * ALIGNED,
-        -(-hi[:, stops - 1].amax(0) // ALIGNED) * ALIGNED,
-        lo[:, stops - 1].amax(0),
-        hi[:, starts].amin(0),
-    )
-    chunks = cast("list[list[int]]", torch.stack([x.long() for x in ends], 1).tolist())  # pyright: ignore[reportUnknownMemberType]
-    return [Chunk(*chunk) for chunk in chunks]
+    starts = range(0, lo.shape[-1], size)
+    stops = [min(start + size, lo.shape[-1]) for start in starts]
+    edges = torch.stack((lo, hi)).flatten(1, -2)[..., [*starts, *(stop - 1 for stop in stops)]]
+    by_kind = torch.stack(edges.aminmax(dim=1)).view(8, len(stops))  # (least, most) of (lo, hi) at (starts, stops)
+    ends = cast("list[list[int]]", by_kind[[0, 7, 5, 2]].T.tolist())  # pyright: ignore[reportUnknownMemberType]
+    return [
+        Chunk(start, stop, first // ALIGNED * ALIGNED, -(-last // ALIGNED) * ALIGNED, inner_first, inner_last)
+        for start, stop, (first, last, inner_first, inner_last) in zip(starts, stops, ends, strict=True)
+    ]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 import torch
 import torch.nn.functional as F
@@ -33,8 +34,9 @@ _differentiate = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_back
 
 
 def takes(k: Tensor) -> bool:
-    """Return whether the kernel takes these keys: on a CPU, and finite, as it adds its mask, which hides no NaN."""
-    return k.device.type == "cpu" and bool(k.sum(dtype=torch.promote_types(k.dtype, torch.float32)).isfinite())
+    """Return whether the kernel takes these keys: on a CPU, any, and finite: it adds its mask, which hides no NaN."""
+    dtype = torch.promote_types(k.dtype, torch.float32)
+    return k.device.type == "cpu" and k.numel() > 0 and isfinite(k.sum(dtype=dtype).item())
 
 
 def attend_to_intervals(inputs: IntervalInputs) -> tuple[Tensor, Tensor]:
@@ -50,13 +52,12 @@ def attend_to_intervals(inputs: IntervalInputs) -> tuple[Tensor, Tensor]:
     if _is_short(q, k, lo, hi):
         out, lse = _attend(*_by_key_head(k, width, dtype, q, k, v), is_causal=True, scale=scale)
         return _contiguous(out, q.dtype, (*q.shape[:3], v.shape[-1])), lse.reshape(q.shape[:3]).contiguous()
-    out, lse = q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=dtype)
-    chunks = chunks_of(lo, hi, chunk_size)
+    out, lse = q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(q.shape[:3], dtype=dtype)
 
     def attend(*views: Tensor) -> None:
         q, out, lse, k, v, lo, hi = views
         keys, values = _wide(k, width, dtype), _wide(v, width, dtype)
-        for chunk, seen, mask in _masked(chunks, lo, hi, k.shape[2], q.shape[2], dtype):
+        for chunk, seen, mask in _masked(lo, hi, chunk_size, k.shape[2], q.shape[2], dtype):
             rows = _rows(q[..., chunk.queries, :], 1, width, dtype)
             attended, log_sums = _attend(rows, keys[:, :, seen], values[:, :, seen], attn_mask=mask, scale=scale)
             out_c, lse_c = out[..., chunk.queries, :], lse[..., chunk.queries]
@@ -64,8 +65,7 @@ def attend_to_intervals(inputs: IntervalInputs) -> tuple[Tensor, Tensor]:
             lse_c.copy_(log_sums.reshape(lse_c.shape))
 
     run_heads_in_threads(attend, (*grouped(k, q, out, lse), k, v, *repeated(k, lo, hi)), _heads_at_once(q, k))
-    # The kernel gives 0 for a query without keys, and is not called for a chunk of them.
-    return out, lse.masked_fill_((lo >= hi)[:, None], -torch.inf)
+    return out, lse.masked_fill_((lo >= hi)[:, None], -torch.inf)  # the kernel gives 0 for a query without keys
 
 
 interval_attention = opaque_operator("interval_attention")(attend_to_intervals)
@@ -98,31 +98,28 @@ def differentiate_intervals(
         summed = (grad_q, *(x.sum(1) for x in of_keys))
         grads = (_contiguous(x, like.dtype, like.shape) for x, like in zip(summed, (q, k, v), strict=True))
         return next(grads), next(grads), next(grads)
-    grad_q, grad_k, grad_v = q.new_zeros(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    chunks = chunks_of(lo, hi, chunk_size)
+    grad_q, grad_k, grad_v = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
     def differentiate(*views: Tensor) -> None:
         q, out, lse, grad_out, grad_q, k, v, grad_k, grad_v, lo, hi = views
         copies = _copies(q)
-        group = q.shape[2] // copies
-        keys, values = _wide(k, width, dtype), _wide(v, width, dtype)
-        totals = [torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (k, v)]
-        for chunk, seen, mask in _masked(chunks, lo, hi, k.shape[2], group, dtype):
+        keys, values = (_wide(x, width, dtype) for x in (k, v))
+        if copies > 1:
+            keys, values = (x.repeat_interleave(copies, 1) for x in (keys, values))
+        totals = [torch.zeros_like(x) for x in (keys, values)]
+        for chunk, seen, mask in _masked(lo, hi, chunk_size, k.shape[2], q.shape[2] // copies, dtype):
             queries = chunk.queries
             grad_out_c, q_c, out_c = (_rows(x[..., queries, :], copies, width, dtype) for x in (grad_out, q, out))
             # A row without keys has masked scores only: any finite lse makes its probabilities 0.
             lse_c = lse[..., queries].reshape(q_c.shape[:3]).clamp_min(torch.finfo(dtype).min)
             k_c, v_c = (x[:, :, seen] for x in (keys, values))
-            if copies > 1:
-                k_c, v_c = (x.repeat_interleave(copies, dim=1) for x in (k_c, v_c))
             grads = _differentiate(grad_out_c, q_c, k_c, v_c, out_c, lse_c, 0.0, False, attn_mask=mask, scale=scale)
             grad_q_c = grad_q[..., queries, :]
             grad_q_c.copy_(grads[0][..., : q.shape[-1]].reshape(grad_q_c.shape))
             for total, grad in zip(totals, grads[1:], strict=True):
-                of_copies = grad[..., : total.shape[-1]]
-                total[:, :, seen] += of_copies if copies == 1 else torch.unflatten(of_copies, 1, (-1, copies)).sum(2)
-        grad_k.copy_(totals[0])
-        grad_v.copy_(totals[1])
+                total[:, :, seen].add_(grad)
+        for grad, total in zip((grad_k, grad_v), totals, strict=True):
+            grad.copy_(torch.unflatten(total[..., : grad.shape[-1]], 1, (-1, copies)).sum(2))
 
     views = (*grouped(k, q, out, lse, grad_out, grad_q), k, v, grad_k, grad_v, *repeated(k, lo, hi))
     run_heads_in_threads(differentiate, views, _heads_at_once(q, k))
@@ -163,16 +160,15 @@ def _heads_at_once(q: Tensor, k: Tensor) -> int:
 
 
 def _masked(
-    chunks: list[Chunk], lo: Tensor, hi: Tensor, num_keys: int, group: int, dtype: torch.dtype
+    lo: Tensor, hi: Tensor, size: int, num_keys: int, group: int, dtype: torch.dtype
 ) -> Iterator[tuple[Chunk, slice, Tensor | None]]:
-    """Yield the chunks that see any key, their keys, and the mask ``(b or 1, 1, group * c, keys)`` added to scores."""
+    """Yield chunks of queries, their keys, and the mask ``(b or 1, 1, group * c, keys)`` added to scores."""
     all_bounds = torch.stack((lo[:, 0], hi[:, 0]))
     mask = None
     # From the last one, which reads the most keys: the masks of others are often parts of its own.
-    for chunk in reversed(chunks):
-        seen = slice(chunk.first, min(chunk.last, num_keys))
-        if seen.start >= seen.stop:
-            continue
+    for chunk in reversed(chunks_of(lo[:, 0], hi[:, 0], size)):
+        stop = max(1, min(chunk.last, num_keys))
+        seen = slice(min(chunk.first, stop - 1), stop)  # at least one key, where none is visible
         if chunk.inner_first <= seen.start and seen.stop <= chunk.inner_last:
             yield chunk, seen, None
             continue

@@ -27,7 +27,7 @@ MAX_ROWS = 512
 """Queries of one product: enough to run at full speed, few enough for the scores to stay in cache."""
 HEADROOM = 64.0
 """How far a score may exceed the reference, base 2: rarely reached, and far below the overflow of fp32."""
-WHOLE_PAST_CHUNK = 64
+WHOLE_PAST_CHUNK = 128
 """Queries of a chunk where all blocks are selected, so that no key is gathered."""
 PARTIAL_SUMS = 4
 """Number of partial sums over the rows of a tile."""
@@ -138,9 +138,10 @@ def _whole_past(inputs: SelectedInputs) -> IntervalInputs | None:
     q, k, v, block_indices, token, start, scale, block_size = inputs
     if not takes(k):
         return None
-    block = torch.arange(block_indices.shape[-1], dtype=token.dtype)
     current = (token - start)[..., None] // block_size
-    every = (current < len(block)).all() and (block_indices == block.where(block <= current, -1)[:, None]).all()
+    block = torch.arange(block_indices.shape[-1], dtype=block_indices.dtype)
+    whole = block.where(block <= current, -1)[:, None].expand_as(block_indices)
+    every = bool((current < len(block)).all()) and torch.equal(block_indices, whole)
     return IntervalInputs(q, k, v, start.clamp_min(0), token + 1, scale, WHOLE_PAST_CHUNK) if every else None
 
 
