@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._C import _functionalization  # pyright: ignore[reportAttributeAccessIssue]
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import and_masks
 
@@ -184,6 +186,22 @@ def test_a_new_closure_or_other_documents_do_not_recompile() -> None:
     for cap in (2.0, 3.0, 4.0, 3.0):  # a number is a constant
         step(tensors, DOCUMENTS, mods.soft_cap(cap), None)
     assert counter.frame_count == 4
+
+
+def test_graphs_that_end_at_a_mod_return_no_views_that_a_cache_on_disk_damages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those are two views of a product: ``tests/compatibility/inductor_faults.py``."""
+    layer, views_of = NativeSparseAttention(32, HEADS, 2, 16, impl="sdpa"), _functionalization.get_view_meta_sequence
+    returned = list[Any]()
+    monkeypatch.setattr(
+        _functionalization, "get_view_meta_sequence", lambda x: returned.append(views_of(x)) or returned[-1]
+    )
+    for damaged, function in (
+        (True, lambda x: ((product := layer.w_q(x)).mT, product[0])),
+        (False, lambda x: layer(x, score_mod=mods.soft_cap(2.0))),
+    ):
+        returned.clear()
+        torch.compile(function, backend="aot_eager")(torch.randn(1, 100, 32))
+        assert any(type(view).__name__ == "_unsafe_view_ViewMeta" for view in chain(*returned)) == damaged
 
 
 @pytest.mark.gpu
