@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import chain
 from typing import Any, cast
 
 import pytest
@@ -190,18 +189,14 @@ def test_a_new_closure_or_other_documents_do_not_recompile() -> None:
 
 def test_graphs_that_end_at_a_mod_return_no_views_that_a_cache_on_disk_damages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those are two views of a product: ``tests/compatibility/inductor_faults.py``."""
-    layer, views_of = NativeSparseAttention(32, HEADS, 2, 16, impl="sdpa"), _functionalization.get_view_meta_sequence
-    returned = list[Any]()
-    monkeypatch.setattr(
-        _functionalization, "get_view_meta_sequence", lambda x: returned.append(views_of(x)) or returned[-1]
-    )
-    for damaged, function in (
-        (True, lambda x: ((product := layer.w_q(x)).mT, product[0])),
-        (False, lambda x: layer(x, score_mod=mods.soft_cap(2.0))),
-    ):
-        returned.clear()
+    seen, views_of = list[Any](), _functionalization.get_view_meta_sequence
+    monkeypatch.setattr(_functionalization, views_of.__name__, lambda x: seen.extend(views := views_of(x)) or views)
+    layer, cap = NativeSparseAttention(32, HEADS, 2, 16, impl="sdpa"), mods.soft_cap(2.0)
+    twice, modded = lambda x: ((y := layer.w_q(x)).mT, y[0]), lambda x: layer(x, score_mod=cap)
+    for function, is_damaged in ((twice, True), (modded, False)):
+        seen.clear()
         torch.compile(function, backend="aot_eager")(torch.randn(1, 100, 32))
-        assert any(type(view).__name__ == "_unsafe_view_ViewMeta" for view in chain(*returned)) == damaged
+        assert is_damaged == any(type(view).__name__ == "_unsafe_view_ViewMeta" for view in seen)
 
 
 @pytest.mark.gpu

@@ -49,12 +49,9 @@ def divided_range() -> int:
 
 
 def damaged_views() -> bool:
-    """Return whether a cache on disk gets freed memory in place of the sizes of two views of a product.
-
-    A graph with gradients and static sizes returns them. Another process reads the sizes, as that may crash.
-    """
+    """Return whether a cache gets freed memory for the sizes of views, if a graph to train returns two of a product."""
     view = "torch._C._functionalization._unsafe_view_ViewMeta((False, [2, 70, 32]))"
-    code = f"import torch; assert {view}.as_tuple() == (False, [2, 70, 32])"
+    code = f"import torch; assert {view}.as_tuple() == (False, [2, 70, 32])"  # which may crash the process
     return subprocess.run([sys.executable, "-c", code], check=False, stderr=subprocess.DEVNULL).returncode != 0
 
 
