@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._C import _functionalization  # pyright: ignore[reportAttributeAccessIssue]
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import and_masks
 
@@ -184,6 +185,18 @@ def test_a_new_closure_or_other_documents_do_not_recompile() -> None:
     for cap in (2.0, 3.0, 4.0, 3.0):  # a number is a constant
         step(tensors, DOCUMENTS, mods.soft_cap(cap), None)
     assert counter.frame_count == 4
+
+
+def test_graphs_that_end_at_a_mod_return_no_views_that_a_cache_on_disk_damages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those are two views of a product: ``tests/compatibility/inductor_faults.py``."""
+    seen, views_of = list[Any](), _functionalization.get_view_meta_sequence
+    monkeypatch.setattr(_functionalization, views_of.__name__, lambda x: seen.extend(views := views_of(x)) or views)
+    layer, cap = NativeSparseAttention(32, HEADS, 2, 16, impl="sdpa"), mods.soft_cap(2.0)
+    twice, modded = lambda x: ((y := layer.w_q(x)).mT, y[0]), lambda x: layer(x, score_mod=cap)
+    for function, is_damaged in ((twice, True), (modded, False)):
+        seen.clear()
+        torch.compile(function, backend="aot_eager")(torch.randn(1, 100, 32))
+        assert is_damaged == any(type(view).__name__ == "_unsafe_view_ViewMeta" for view in seen)
 
 
 @pytest.mark.gpu

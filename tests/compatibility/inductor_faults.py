@@ -1,10 +1,11 @@
-"""Two faults of Inductor that flexnsa has to avoid, as a report: ``python tests/compatibility/inductor_faults.py``.
+"""Three faults of compilers that flexnsa has to avoid, as a report: ``python tests/compatibility/inductor_faults.py``.
 
 It needs torch alone, prints a line for each fault, and exits with 1 where the installed version has one of them.
 """
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import torch
@@ -47,9 +48,17 @@ def divided_range() -> int:
     return int((torch.compile(blocks)() != blocks()).sum())
 
 
+def damaged_views() -> bool:
+    """Return whether a cache gets freed memory for the sizes of views, if a graph to train returns two of a product."""
+    view = "torch._C._functionalization._unsafe_view_ViewMeta((False, [2, 70, 32]))"
+    code = f"import torch; assert {view}.as_tuple() == (False, [2, 70, 32])"  # which may crash the process
+    return subprocess.run([sys.executable, "-c", code], check=False, stderr=subprocess.DEVNULL).returncode != 0
+
+
 if __name__ == "__main__":
-    error, wrong = donated_views(), divided_range()
+    error, wrong, damaged = donated_views(), divided_range(), damaged_views()
     print(f"torch {torch.__version__}")
     print(f"gradients where a saved activation and views of it are donated: off by {error:.1e}, expected below 1e-6")
     print(f"torch.arange(70) // 30: {wrong} of 70 wrong, expected 0")
-    sys.exit(error > 1e-6 or wrong > 0)
+    print(f"two views of a product in a cache on disk: {'damaged' if damaged else 'whole'}, expected whole")
+    sys.exit(error > 1e-6 or wrong > 0 or damaged)
