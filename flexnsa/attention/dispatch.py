@@ -200,7 +200,7 @@ def attend(
     if in_transform() or not torch.is_grad_enabled():
         recompute = ()
     select = functools.partial(_select, implementation, q, keys, call, block_indices, indexer)
-    if nonnegative and gates and "slc" not in recompute and {"cmp", "slc"} <= {*branches}:
+    if nonnegative and "slc" not in recompute and {"cmp", "slc"} <= {*branches} <= {"slc", *gates}:
         if "win" not in branches:
             keys = replace(keys, k_win=None, v_win=None)
         attend_gated = implementation.gated_sum(q, keys, call)
@@ -208,11 +208,9 @@ def attend(
             with torch.no_grad():
                 compressed = implementation.compressed(q, given(keys.k_cmp), given(keys.v_cmp), call)
                 blocks = select(compressed)
-            one = torch.ones_like(next(iter(gates.values())))
-            stacked = torch.stack([gates.get(tag, one) for tag in BRANCHES if tag in branches]).to(q.dtype)
-            residual = "slc" not in gates
-            out, slc, win = attend_gated(q, keys, stacked, blocks, compressed, call, by_token, residual, recompute)
-            kept, win = None if residual else slc, win if "win" in branches else None
+            weights = {tag: gate.to(q.dtype) for tag, gate in gates.items() if tag in branches}
+            out, slc, win = attend_gated(q, keys, weights, blocks, compressed, call, by_token, recompute)
+            kept, win = slc if "slc" in gates else None, win if "win" in branches else None
             return out, NSAAux(blocks, compressed.out, kept, win, compressed.lse)
 
     def again(tag: str, branch: Callable[..., B], *inputs: Tensor) -> B:

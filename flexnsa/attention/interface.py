@@ -6,7 +6,7 @@ branches of one call share is in its :class:`Call`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -116,14 +116,14 @@ paper, section 3.3.3).
 """
 
 GatedSum = Callable[
-    [Tensor, Keys, Tensor, Tensor, Compressed, Call, bool, bool, Sequence[str]], tuple[Tensor, Tensor, Tensor]
+    [Tensor, Keys, Mapping[str, Tensor], Tensor, Compressed, Call, bool, Sequence[str]], tuple[Tensor, Tensor, Tensor]
 ]
-"""``(q, keys, gates, block_indices, compressed, call, by_token, residual, recompute)``: attend to selected blocks and,
-with keys, to the window, and add up the branches by ``gates (2 or 3, B, Hq, T)``, none of which is negative; with
-``residual`` those of the selected branch are 1, and its output is not stored. The result is ``(out, out_slc,
-out_win)``; ``out`` has the heads of a token side by side in memory if ``by_token``, or else the memory order of q. The
-gradients of all branches are those of ``out``: the compressed branch was computed without any. Backward computes the
-outputs of ``recompute``, ``cmp`` or ``win``, again.
+"""``(q, keys, gates, block_indices, compressed, call, by_token, recompute)``: attend to selected blocks and, with keys,
+to the window, and add up the branches by their ``gates (B, Hq, T)``, none of which is negative; where the selected
+branch has none it has weight 1, and its output is not stored. The result is ``(out, out_slc, out_win)``; ``out`` has
+the heads of a token side by side in memory if ``by_token``, or else the memory order of q. The gradients of all
+branches are those of ``out``: the compressed branch was computed without any. Backward computes the outputs of
+``recompute``, ``cmp`` or ``win``, again.
 """
 
 SelectionLossSum = Callable[[Tensor, Tensor, Scorer, Call, str], tuple[Tensor, Tensor]]

@@ -50,8 +50,7 @@ def stored_rope_tables(
 
 @opaque_operator("rope_tables")
 def _stored_tables(positions: Tensor, dim: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    cos, sin = rope_tables(positions, dim, base, dtype=dtype)
-    return cos, sin
+    return rope_tables(positions, dim, base, dtype=dtype)
 
 
 @_stored_tables.register_fake

@@ -146,12 +146,13 @@ def _gated_sum(shape: Shape, packed: bool = False, branches: int = 3) -> None:
     q, k, v = _whole_sequence(shape)
     k_cmp, v_cmp = (x[:, :, : num_compressed(LENGTH, CONFIG)] for x in (k, v))
     keys = Keys(k_cmp, v_cmp, *(k, v) * (branches - 1))
-    gates = torch.empty(branches, *q.shape[:3], dtype=shape.dtype, requires_grad=True)
+    gate = torch.empty(q.shape[:3], dtype=shape.dtype, requires_grad=True)
+    gates: dict[str, Tensor] = {"cmp": gate, "win": gate} if branches == 3 else {"cmp": gate}
     blocks = torch.empty(1, KV_HEADS, LENGTH, CONFIG.num_selected_blocks, dtype=torch.int32)
     branch = torch.empty(*q.shape[:3], v.shape[-1], dtype=shape.dtype), torch.empty(q.shape[:3])
     call = _call(shape, packed)
     attend = given(triton_gated.gated_sum(q, keys, call))
-    out, _, _ = attend(q, keys, gates, blocks, Compressed(*branch), call, True, True, ())
+    out, _, _ = attend(q, keys, gates, blocks, Compressed(*branch), call, True, ())
     out.float().sum().backward()
 
 

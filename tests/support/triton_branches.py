@@ -74,6 +74,7 @@ def attend(
     if case.gates:
         gates = x["gates"].detach().requires_grad_()
         given = {tag: gate for tag, gate in dispatch.by_branch(gates).items() if tag != case.ungated}
+        given["win"] = given["win"].contiguous() if len(case.documents) > 1 else given["win"]  # the others are not
         keys = sum(num_compressed(length, case.config) for length in case.documents)
         branches = Keys(k[:, :, :keys], v[:, :, :keys], k, v, -k, v.square())
         tags = BRANCHES if case.window_size else ("cmp", "slc")

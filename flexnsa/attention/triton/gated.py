@@ -8,7 +8,7 @@ selected branch has weight 1, backward takes the sum in place of its output, whi
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -44,12 +44,11 @@ def gated_sum(q: Tensor, keys: Keys, call: Call) -> GatedSum | None:
 def _attend(
     q: Tensor,
     keys: Keys,
-    gates: Tensor,
+    gates: Mapping[str, Tensor],
     block_indices: Tensor,
     compressed: Compressed,
     call: Call,
     by_token: bool,
-    residual: bool,
     recompute: Sequence[str],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the sum, see ``flexnsa.attention.interface.GatedSum``; what is not computed is empty.
@@ -65,7 +64,7 @@ def _attend(
     inputs = GatedInputs(
         q,
         *(given(keys.k_cmp), given(keys.v_cmp), k_slc, v_slc, keys.k_win, keys.v_win),
-        gates,
+        *(gates["cmp"], gates.get("win"), gates.get("slc")),
         compressed.out,
         given(compressed.lse),
         block_indices,
@@ -77,7 +76,6 @@ def _attend(
         operator.index(config.window_size),
         *sizes,
         by_token,
-        residual,
         *("cmp" in recompute, "win" in recompute),
     )
     out, out_slc, _, out_win, *_ = _gated_attention(inputs)
@@ -85,10 +83,10 @@ def _attend(
 
 
 class GatedInputs(NamedTuple):
-    """The inputs of all branches, of which gradients have those of ``q`` to ``gates``; see :func:`_attend`.
+    """The inputs of all branches, of which gradients have those of ``q`` to ``gate_slc``; see :func:`_attend`.
 
-    Where ``window_token`` is None, queries have the same positions among the keys of all branches. An output that is
-    computed ``again`` is not saved for backward.
+    The selected branch without a gate has weight 1. Where ``window_token`` is None, queries have the same positions
+    among the keys of all branches. An output that is computed ``again`` is not saved for backward.
     """
 
     q: Tensor
@@ -98,7 +96,9 @@ class GatedInputs(NamedTuple):
     v_slc: Tensor
     k_win: Tensor | None
     v_win: Tensor | None
-    gates: Tensor | None
+    gate_cmp: Tensor | None
+    gate_win: Tensor | None
+    gate_slc: Tensor | None
     out_cmp: Tensor | None
     lse_cmp: Tensor | None
     block_indices: Tensor
@@ -115,9 +115,13 @@ class GatedInputs(NamedTuple):
     chunk: int
     capacity: int
     by_token: bool
-    residual: bool
     again_cmp: bool
     again_win: bool
+
+    @property
+    def gates(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Those of the compressed branch, of the window and of the selected branch."""
+        return given(self.gate_cmp), self.gate_win, self.gate_slc
 
     @property
     def compressed(self) -> IntervalInputs:
@@ -155,9 +159,8 @@ class GatedInputs(NamedTuple):
 
     def with_rows(self) -> GatedInputs:
         """Make rows contiguous."""
-        names = ("q", "k_cmp", "v_cmp", "k_slc", "v_slc", "k_win", "v_win")
-        rows = {name: x if x is None else with_rows(x) for name, x in zip(names, self[:7], strict=True)}
-        return self._replace(**rows)
+        rows = zip(self._fields[:7], self[:7], strict=True)
+        return self._replace(**{name: with_rows(x) for name, x in rows if x is not None})
 
 
 GatedOutputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -166,23 +169,22 @@ GatedOutputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 @opaque_operator("gated_attention_triton", launches_kernels=True)
 def _gated_attention(inputs: GatedInputs) -> GatedOutputs:
+    from flexnsa.attention.triton.kernels.output_rows import same_strides
     from flexnsa.attention.triton.kernels.selected_fwd import GatedBranches
 
     inputs = inputs.with_rows()
     out_slc, lse_slc = empty_outputs(inputs.q, inputs.v_slc.shape[-1])
     total, out_cmp = _empty_sum(out_slc, inputs.by_token), given(inputs.out_cmp)
     out_cmp = out_cmp if out_cmp.stride() == out_slc.stride() else torch.empty_like(out_slc).copy_(out_cmp)
-    gates = given(inputs.gates).contiguous().permute(1, 2, 3, 0)
-    gated = GatedBranches(total, gates, out_cmp, keeps_selected=not inputs.residual)
+    gated = GatedBranches(total, out_cmp, *same_strides(*inputs.gates))
     out_win, lse_win = _empty_window(inputs)
     window, joined = inputs.window, inputs.plan.joins_forward and inputs.can_join(out_slc)
     if window is not None:
         if not joined:
             out_win, lse_win = attend_to_intervals(window)
         gated = gated._replace(win=out_win, win_lse=lse_win, k_win=inputs.k_win, v_win=inputs.v_win)
-    joined_window = inputs.window_size if joined else None
-    lists = attend_to_blocks(inputs.selected, out_slc, lse_slc, gated, window=joined_window)
-    out_slc = inputs.q.new_empty(0) if inputs.residual else out_slc
+    lists = attend_to_blocks(inputs.selected, out_slc, lse_slc, gated, window=inputs.window_size if joined else None)
+    out_slc = inputs.q.new_empty(0) if inputs.gate_slc is None else out_slc
     return total, out_slc, lse_slc, out_win, lse_win, lists.order, lists.replicas
 
 
@@ -202,7 +204,7 @@ def _empty_sum(out: Tensor, by_token: bool) -> Tensor:
 @_gated_attention.register_fake
 def _(inputs: GatedInputs) -> GatedOutputs:
     out, lse, order, replicas = empty_selected(inputs.selected)
-    kept = out.new_empty(0) if inputs.residual else out
+    kept = out.new_empty(0) if inputs.gate_slc is None else out
     return _empty_sum(out, inputs.by_token), kept, lse, *_empty_window(inputs), order, replicas
 
 
@@ -210,24 +212,21 @@ def _(inputs: GatedInputs) -> GatedOutputs:
 def _gated_stats(
     grad_out: Tensor, inputs: GatedInputs, out_slc: Tensor, lse_slc: Tensor, out_win: Tensor | None, lse_win: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradient of the gates, and the stats of each branch; empty ones for no window."""
+    """Return the gradients of the gates that there are, and the stats of each branch; empty ones for no window."""
     from flexnsa.attention.triton.kernels.output_rows import stats_of_gated
 
-    gates = given(inputs.gates)
     # Not in operators of their own: the compiler would save the result of forward's in place of the compressed one.
     out_cmp = attend_to_intervals(inputs.compressed)[0] if inputs.out_cmp is None else inputs.out_cmp
     out_win = attend_to_intervals(given(inputs.window))[0] if out_win is None else out_win
-    outs, lses = (out_cmp, out_slc, out_win)[: len(gates)], (given(inputs.lse_cmp), lse_slc, lse_win)[: len(gates)]
-    scale, kv_heads = inputs.factors[0], inputs.k_slc.shape[1]
-    return stats_of_gated(grad_out, outs, lses, gates, scale, kv_heads, from_sum=inputs.residual)
+    outs, lses = (out_cmp, out_slc, out_win), (given(inputs.lse_cmp), lse_slc, lse_win)
+    return stats_of_gated(grad_out, outs, lses, inputs.gates, inputs.factors[0], inputs.k_slc.shape[1])
 
 
 @_gated_stats.register_fake
 def _(_grad_out: Tensor, inputs: GatedInputs, *_: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from flexnsa.attention.triton.kernels.output_rows import empty_gated_stats
 
-    gates = given(inputs.gates)
-    return gates.new_empty(gates.shape), *empty_gated_stats(inputs.q, inputs.k_slc.shape[1], len(gates))
+    return empty_gated_stats(inputs.q, inputs.k_slc.shape[1], inputs.gates)
 
 
 @opaque_operator("gated_gradients_triton", launches_kernels=True)
@@ -277,11 +276,13 @@ def _kept(inputs: GatedInputs, outputs: GatedOutputs) -> tuple[GatedInputs, tupl
 def _gradients(grad_out: Tensor, inputs: GatedInputs, *outputs: *GatedOutputs) -> tuple[Tensor | None, ...]:
     """Return the gradients of q, keys, values and gates; compiled code frees the outputs between the two operators."""
     total, out_slc, *others, order, replicas = outputs
-    stats = _gated_stats(grad_out, inputs, total if inputs.residual else out_slc, *others)
-    inputs = inputs._replace(gates=None, out_cmp=None, lse_cmp=None)
+    stats = _gated_stats(grad_out, inputs, total if inputs.gate_slc is None else out_slc, *others)
+    each = iter(stats[0].unbind())
+    of_gates = [gate if gate is None else next(each) for gate in inputs.gates]
+    inputs = inputs._replace(gate_cmp=None, gate_win=None, gate_slc=None, out_cmp=None, lse_cmp=None)
     grads = _gated_gradients(grad_out, *stats[1:], inputs, order, replicas)
     of_window = (None, None) if inputs.k_win is None else grads[5:]
-    return *grads[:5], *of_window, stats[0]
+    return *grads[:5], *of_window, *of_gates
 
 
 _gated_attention.register_backward(_gradients, differentiable=1, keep=_kept)

@@ -149,7 +149,7 @@ class Work:
             return saved
         saved["compression"] = self.compression()
         saved["indexer"] = self.indexer()
-        saved["gates"] = 2 * gate_columns(config) * self.batch * self.length * self.activation
+        saved["gates"] = (2 - self.at_once()) * gate_columns(config) * self.batch * self.length * self.activation
         saved["attention"] = self.attention()
         return saved
 

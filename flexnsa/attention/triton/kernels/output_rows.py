@@ -19,6 +19,8 @@ from flexnsa.attention.triton.arguments import strides_of_groups
 from flexnsa.attention.triton.kernels.kernel import jit
 from flexnsa.operators.results import with_rows
 
+Gates = tuple[Tensor, Tensor | None, Tensor | None]
+"""The gates ``(B, Hq, T)`` of the compressed branch, of the window and of the selected branch."""
 ROWS = 32
 """Rows of a program."""
 
@@ -39,39 +41,40 @@ def stats_of_rows(
 
 
 def stats_of_gated(
-    grad_out: Tensor,
-    outs: Sequence[Tensor],
-    lses: Sequence[Tensor],
-    gates: Tensor,
-    scale: float,
-    kv_heads: int,
-    *,
-    from_sum: bool,
+    grad_out: Tensor, outs: Sequence[Tensor], lses: Sequence[Tensor], gates: Gates, scale: float, kv_heads: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradient of ``gates (branches, B, Hq, T)``, and the stats of branches for ``grad_out`` of their sum.
+    """Return the gradients of gates, and the stats of branches for ``grad_out`` of their sum.
 
-    The branches are the compressed and the selected one, and the window if there are three; else its stats are empty.
-    ``from_sum``: in place of the selected branch's output, whose gates are 1, ``outs`` has the gated sum.
+    The outputs are those of the compressed and of the selected branch, and of the window, if it has a gate; where the
+    selected branch has none, the gated sum is in place of its output.
     """
-    grad_out, outs, gates = with_rows(grad_out), [with_rows(out) for out in outs], gates.contiguous()
-    stats = empty_gated_stats(outs[0], kv_heads, len(outs))
-    grad_gates = gates.new_empty(gates.shape)
+    branches, gates = 2 if gates[1] is None else 3, same_strides(*gates)
+    grad_out, outs = with_rows(grad_out), [with_rows(out) for out in outs[:branches]]
+    results = empty_gated_stats(outs[0], kv_heads, gates)
     grid, sizes, shape = _launch(outs[0], kv_heads)
     # The kernel does not read those of a third branch that is not there.
-    three, lses = ([*x, *x][:3] for x in (outs, [lse.contiguous() for lse in lses]))
+    three, lses = ([*x, *x][:3] for x in (outs, [lse.contiguous() for lse in lses[:branches]]))
     gated_stats[grid](
-        grad_out, *three, *lses, gates, grad_gates, *stats,
-        *strides_of_groups(grad_out, kv_heads), *(x for out in three for x in strides_of_groups(out, kv_heads)),
-        *stats[0].stride(), *stats[1].stride(), *sizes, gates[0].numel(), scale, **shape, BRANCHES=len(outs),
-        FROM_SUM=from_sum,
+        grad_out, *three, *lses, *(gates[0] if gate is None else gate for gate in gates), *results,
+        *(x for out in (grad_out, *three, gates[0]) for x in strides_of_groups(out, kv_heads)),
+        *results[1].stride(), *results[2].stride(), *sizes, gates[0].numel(), scale,
+        **shape, BRANCHES=branches, FROM_SUM=gates[2] is None,
     )  # fmt: skip
-    return grad_gates, *stats
+    return results
 
 
-def empty_gated_stats(out: Tensor, kv_heads: int, branches: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate the stats of the compressed and the selected branch, and of the window if there are three branches."""
+def empty_gated_stats(out: Tensor, kv_heads: int, gates: Gates) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Allocate the gradients of the gates that there are, and stats; those of no window are empty."""
     cmp, slc = (_empty_stats(out, kv_heads, gathered=gathered) for gathered in (False, True))
-    return cmp, slc, torch.empty_like(cmp) if branches == 3 else cmp.new_empty(0)
+    of_gates = gates[0].new_empty(sum(gate is not None for gate in gates), *gates[0].shape)
+    return of_gates, cmp, slc, cmp.new_empty(0) if gates[1] is None else torch.empty_like(cmp)
+
+
+def same_strides(cmp: Tensor, *others: Tensor | None) -> Gates:
+    """Return gates, all with the strides of the first."""
+    layout = cmp.shape, cmp.stride()
+    win, slc = (x if x is None or x.stride() == layout[1] else x.new_empty_strided(*layout).copy_(x) for x in others)
+    return cmp, win, slc
 
 
 def _empty_stats(out: Tensor, kv_heads: int, *, gathered: bool) -> Tensor:
@@ -109,11 +112,12 @@ def row_stats(
     tl.store(stats_ptr + s_sn, delta, mask=inside)
 
 
-@jit(do_not_specialize=["kv_heads", "num_queries", "gates_of_branch"])
+@jit(do_not_specialize=["g_sb", "g_sh", "g_sg", "kv_heads", "num_queries", "gates_of_branch"])
 def gated_stats(
-    do_ptr, cmp_ptr, slc_ptr, win_ptr, cmp_lse_ptr, slc_lse_ptr, win_lse_ptr, gate_ptr, dgate_ptr,
-    cmp_stats_ptr, slc_stats_ptr, win_stats_ptr, d_sb, d_sh, d_sg, d_st, c_sb, c_sh, c_sg, c_st,
-    s_sb, s_sh, s_sg, s_st, w_sb, w_sh, w_sg, w_st, i_sb, i_sh, i_st, i_sg, i_sn, r_sb, r_sh, r_st, r_sg, r_sn,
+    do_ptr, cmp_ptr, slc_ptr, win_ptr, cmp_lse_ptr, slc_lse_ptr, win_lse_ptr, cmp_gate_ptr, win_gate_ptr, slc_gate_ptr,
+    dgate_ptr, cmp_stats_ptr, slc_stats_ptr, win_stats_ptr, d_sb, d_sh, d_sg, d_st, c_sb, c_sh, c_sg, c_st,
+    s_sb, s_sh, s_sg, s_st, w_sb, w_sh, w_sg, w_st, g_sb, g_sh, g_sg, g_st,
+    i_sb, i_sh, i_st, i_sg, i_sn, r_sb, r_sh, r_st, r_sg, r_sn,
     kv_heads, num_queries, gates_of_branch, scale,
     G: tl.constexpr, DV: tl.constexpr, BR: tl.constexpr, BDV: tl.constexpr, BRANCHES: tl.constexpr,
     FROM_SUM: tl.constexpr,
@@ -127,27 +131,27 @@ def gated_stats(
     do = load_rows(do_ptr + b * d_sb + h * d_sh, t * d_st + g * d_sg, inside, DV, BDV)
     at = (bh * G + g) * num_queries + t
     to_interval = b * i_sb + h * i_sh + t * i_st + g * i_sg
+    at_gate = b * g_sb + h * g_sh + t * g_st + g * g_sg
     of_others = tl.zeros([BR], tl.float32)
     for i in tl.static_range(BRANCHES):
         if i == 0:
             out = load_rows(cmp_ptr + b * c_sb + h * c_sh, t * c_st + g * c_sg, inside, DV, BDV)
-            lse = tl.load(cmp_lse_ptr + at, mask=inside, other=0.0)
-            to = cmp_stats_ptr + to_interval
+            lse_ptr, gate_ptr, to = cmp_lse_ptr, cmp_gate_ptr, cmp_stats_ptr + to_interval
         elif i == BRANCHES - 1:  # the selected branch, last
             out = load_rows(slc_ptr + b * s_sb + h * s_sh, t * s_st + g * s_sg, inside, DV, BDV)
-            lse = tl.load(slc_lse_ptr + at, mask=inside, other=0.0)
-            to = slc_stats_ptr + b * r_sb + h * r_sh + t * r_st + g * r_sg
+            lse_ptr, gate_ptr, to = slc_lse_ptr, slc_gate_ptr, slc_stats_ptr + b * r_sb + h * r_sh + t * r_st + g * r_sg
         else:
             out = load_rows(win_ptr + b * w_sb + h * w_sh, t * w_st + g * w_sg, inside, DV, BDV)
-            lse = tl.load(win_lse_ptr + at, mask=inside, other=0.0)
-            to = win_stats_ptr + to_interval
+            lse_ptr, gate_ptr, to = win_lse_ptr, win_gate_ptr, win_stats_ptr + to_interval
+        lse = tl.load(lse_ptr + at, mask=inside, other=0.0)
         delta = tl.sum(do * out, 1)
-        at_gate = (BRANCHES - i) % BRANCHES * gates_of_branch + at
-        gate = tl.load(gate_ptr + at_gate, mask=inside, other=0.0).to(tl.float32)
         if FROM_SUM and i == BRANCHES - 1:
             delta -= of_others
-        of_others += gate * delta
-        tl.store(dgate_ptr + at_gate, delta.to(dgate_ptr.dtype.element_ty), mask=inside)
+            gate = tl.full([BR], 1.0, tl.float32)
+        else:
+            gate = tl.load(gate_ptr + at_gate, mask=inside, other=0.0).to(tl.float32)
+            of_others += gate * delta
+            tl.store(dgate_ptr + i * gates_of_branch + at, delta.to(dgate_ptr.dtype.element_ty), mask=inside)
         tl.store(to, tl.where(gate == 0.0, -1e30, shift_of(lse, scale) + tl.log(gate) / scale), mask=inside)
         tl.store(to + (r_sn if i == BRANCHES - 1 else i_sn), -delta, mask=inside)
 

@@ -44,23 +44,25 @@ class GatedBranches(NamedTuple):
 
     Args:
         total: the sum ``(B, Hq, T, Dv)``, to be filled.
-        gates: ``(B, Hq, T, branches)``: compressed, selected, window. In memory ``(branches, B, Hq, T)`` is contiguous.
         cmp: output of the compressed branch, in memory as that of the selected branch.
+        cmp_gate: of the compressed branch, ``(B, Hq, T)``.
+        win_gate: of the window, with the same strides; None without one.
+        slc_gate: of the selected branch, likewise; None for 1, and its output is not stored then.
         win: likewise of the window, to be filled if it is computed together with the sum; None without one.
         win_lse: likewise, ``(B, Hq, T)``.
         k_win: keys of the window ``(B, Hkv, S, Dk)``.
         v_win: its values ``(B, Hkv, S, Dv)``.
-        keeps_selected: whether the output of the selected branch is stored, too.
     """
 
     total: Tensor
-    gates: Tensor
     cmp: Tensor
+    cmp_gate: Tensor
+    win_gate: Tensor | None = None
+    slc_gate: Tensor | None = None
     win: Tensor | None = None
     win_lse: Tensor | None = None
     k_win: Tensor | None = None
     v_win: Tensor | None = None
-    keeps_selected: bool = True
 
 
 def forward_bytes(q: Tensor, k: Tensor, v: Tensor, n: int, chunk: int) -> int:
@@ -101,8 +103,9 @@ def forward(
     plan = Plan.of(q, k, v, block_size=selection.block_size)
     in_gluon = plan.selected_in_gluon and not int64_offsets and can_copy(q, k, v)
     queries = (selection.block_indices, *selection.positions())
-    total, gates, cmp, win, win_lse, k_win, v_win, keeps = gated or GatedBranches(out, lse, out)
-    sums = cmp, out if win is None else win, gates, total, *strides_of_groups(total, kv_heads), gates.stride(-1)
+    total, cmp, *gates, win, win_lse, k_win, v_win = gated or GatedBranches(out, out, lse, slc_gate=lse)
+    keeps, gates = gates[-1] is not None, [lse if gate is None else gate for gate in gates]
+    sums = cmp, out if win is None else win, *gates, total, *strides_of_groups(total, kv_heads)
     for index in range(lists.sizes[0]):
         sizes = (kv_heads, num_queries, num_keys, lists.chunk, index)
         tensors = lists.order, lists.replicas, part_out, part_lse
@@ -127,17 +130,17 @@ def forward(
             )  # fmt: skip
         if window is None:
             combine[(cdiv(chunk * group, SUM_ROWS), batch * kv_heads)](
-                part_out, part_lse, *queries, out, lse, *strides_of_groups(out, kv_heads), *sums, *sizes,
-                **shape, BDV=padded(dv), BR=SUM_ROWS, ALONE=gated is None, HAS_WINDOW=win is not None, KEEP=keeps,
-                num_warps=4,
+                part_out, part_lse, *queries, out, lse, *strides_of_groups(out, kv_heads), *sums,
+                *strides_of_groups(gates[0], kv_heads), *sizes, **shape, BDV=padded(dv), BR=SUM_ROWS,
+                ALONE=gated is None, HAS_WINDOW=win is not None, KEEP=keeps, num_warps=4,
             )  # fmt: skip
         else:
             from flexnsa.attention.triton.kernels.hopper.window_sums import hopper_combine
 
-            strides = (x.stride()[:3] for x in (q, given(k_win), given(v_win), out, total))
+            strides = (x.stride()[:3] for x in (q, given(k_win), given(v_win), out, total, gates[0]))
             hopper_combine[(cdiv(min(chunk, num_queries - index * lists.chunk), ROWS) * group, batch * kv_heads)](
-                part_out, part_lse, *queries, q, k_win, v_win, cmp, win, win_lse, out, lse, gates, total,
-                *itertools.chain(*strides), gates.stride(-1), *sizes, scale * LOG2_E,
+                part_out, part_lse, *queries, q, k_win, v_win, cmp, win, win_lse, out, lse, *gates, total,
+                *itertools.chain(*strides), *sizes, scale * LOG2_E,
                 **shape, DK=dk, WINDOW=window, SLOTS=SLOTS, BM=ROWS, BN=ROWS, INNER=inner, KEEP=keeps, num_warps=4,
                 maxnreg=None if selection.token is None else 168,  # so that three programs fit, as without positions
             )  # fmt: skip
@@ -221,10 +224,10 @@ def forward_parts(
             tl.store(to, o.to(po_ptr.dtype.element_ty), mask=valid[:, None] & (v_col < DV))
 
 
-@jit(do_not_specialize=["p_sb", "gates_of_branch", "kv_heads", "num_queries", "num_keys", "chunk", "index"])
+@jit(do_not_specialize=["p_sb", "g_sb", "g_sh", "g_sg", "kv_heads", "num_queries", "num_keys", "chunk", "index"])
 def combine(
     po_ptr, pl_ptr, idx_ptr, token_ptr, start_ptr, p_sb, out_ptr, lse_ptr, o_sb, o_sh, o_sg, o_st,
-    cmp_ptr, win_ptr, gate_ptr, sum_ptr, s_sb, s_sh, s_sg, s_st, gates_of_branch,
+    cmp_ptr, win_ptr, cmp_gate_ptr, win_gate_ptr, slc_gate_ptr, sum_ptr, s_sb, s_sh, s_sg, s_st, g_sb, g_sh, g_sg, g_st,
     kv_heads, num_queries, num_keys, chunk, index,
     n: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, SIZE: tl.constexpr, HAS_POSITIONS: tl.constexpr,
     BDV: tl.constexpr, BR: tl.constexpr, ALONE: tl.constexpr, HAS_WINDOW: tl.constexpr, KEEP: tl.constexpr,
@@ -278,13 +281,13 @@ def combine(
     if KEEP:
         tl.store(out_ptr + at, out, mask=mask)
     if not ALONE:
-        gate_ptr += (bh * G + g) * num_queries + t
-        cmp_gate = tl.load(gate_ptr, mask=inside, other=0.0).to(tl.float32)[:, None]
-        slc_gate = tl.load(gate_ptr + gates_of_branch, mask=inside, other=0.0).to(tl.float32)[:, None]
+        at_gate = b * g_sb + h * g_sh + g * g_sg + t * g_st
+        cmp_gate = tl.load(cmp_gate_ptr + at_gate, mask=inside, other=0.0).to(tl.float32)[:, None]
         total = cmp_gate * tl.load(cmp_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        slc_gate = tl.load(slc_gate_ptr + at_gate, mask=inside, other=0.0).to(tl.float32)[:, None] if KEEP else 1.0
         total += slc_gate * out.to(tl.float32)
         if HAS_WINDOW:
-            win_gate = tl.load(gate_ptr + 2 * gates_of_branch, mask=inside, other=0.0).to(tl.float32)[:, None]
+            win_gate = tl.load(win_gate_ptr + at_gate, mask=inside, other=0.0).to(tl.float32)[:, None]
             total += win_gate * tl.load(win_ptr + at, mask=mask, other=0.0).to(tl.float32)
         sum_row = sum_ptr + b * s_sb + h * s_sh + g * s_sg + t * s_st
         tl.store(sum_row[:, None] + col, total.to(sum_ptr.dtype.element_ty), mask=mask)

@@ -17,11 +17,11 @@ from flexnsa.attention.triton.kernels.hopper.intervals_fwd import attend_to_keys
 from flexnsa.attention.triton.kernels.hopper.rows import store_layout
 
 
-@gluon_jit(do_not_specialize=["p_sb", "gates_of_branch", "kv_heads", "num_queries", "num_keys", "chunk", "index"])
+@gluon_jit(do_not_specialize=["p_sb", "g_sb", "g_sh", "kv_heads", "num_queries", "num_keys", "chunk", "index"])
 def hopper_combine(
     po_ptr, pl_ptr, idx_ptr, token_ptr, start_ptr, p_sb, q_ptr, k_ptr, v_ptr, cmp_ptr, win_ptr, win_lse_ptr,
-    out_ptr, lse_ptr, gate_ptr, sum_ptr,
-    q_sb, q_sh, q_st, k_sb, k_sh, k_st, v_sb, v_sh, v_st, o_sb, o_sh, o_st, s_sb, s_sh, s_st, gates_of_branch,
+    out_ptr, lse_ptr, cmp_gate_ptr, win_gate_ptr, slc_gate_ptr, sum_ptr,
+    q_sb, q_sh, q_st, k_sb, k_sh, k_st, v_sb, v_sh, v_st, o_sb, o_sh, o_st, s_sb, s_sh, s_st, g_sb, g_sh, g_st,
     kv_heads, num_queries, num_keys, chunk, index, qk_scale,
     n: gl.constexpr, G: gl.constexpr, DK: gl.constexpr, DV: gl.constexpr, SIZE: gl.constexpr,
     HAS_POSITIONS: gl.constexpr, WINDOW: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, INNER: gl.constexpr,
@@ -77,12 +77,12 @@ def hopper_combine(
     if KEEP:
         gl.store(out_ptr + to, out, mask=inside[:, None])
 
-    gate_ptr += at_row
-    cmp_gate = gl.load(gate_ptr, mask=inside, other=0.0).to(gl.float32)
-    slc_gate = gl.load(gate_ptr + gates_of_branch, mask=inside, other=0.0).to(gl.float32)
-    win_gate = gl.load(gate_ptr + 2 * gates_of_branch, mask=inside, other=0.0).to(gl.float32)
+    at_gate = b * g_sb + (h * G + g) * g_sh + t * g_st
+    cmp_gate = gl.load(cmp_gate_ptr + at_gate, mask=inside, other=0.0).to(gl.float32)
+    win_gate = gl.load(win_gate_ptr + at_gate, mask=inside, other=0.0).to(gl.float32)
     total = cmp_gate[:, None] * gl.load(cmp_ptr + to, mask=inside[:, None], other=0.0).to(gl.float32)
-    total += slc_gate[:, None] * out.to(gl.float32)
+    slc_gate = gl.load(slc_gate_ptr + at_gate, mask=inside, other=0.0).to(gl.float32)[:, None] if KEEP else 1.0
+    total += slc_gate * out.to(gl.float32)
     # Loaded again: the loop has few registers.
     total += win_gate[:, None] * gl.load(win_ptr + to, mask=inside[:, None], other=0.0).to(gl.float32)
     to = b * s_sb + (h * G + g) * s_sh + (t.to(gl.int64) * s_st)[:, None] + column[None, :]
