@@ -27,7 +27,7 @@ from flexnsa.layers.presets import describe_layer
 from flexnsa.layers.projection import computed_dtype, project_few, project_named, split_heads, weight_of
 from flexnsa.layers.step import lay_out_step, takes_step
 from flexnsa.masks.user_mods import MaskMod, Mods, ScoreMod, cap_of
-from flexnsa.primitives import check_layer_input, check_lengths, check_type
+from flexnsa.primitives import check_layer_input, check_lengths, check_positive_int, check_type
 
 
 class NativeSparseAttention(SparseLayer):
@@ -267,9 +267,10 @@ class NativeSparseAttention(SparseLayer):
             document_ids: as in :meth:`forward`.
 
         Raises:
-            TypeError: ``document_ids`` is no tensor.
-            ValueError: it is of another shape or dtype, or decreases.
+            TypeError: ``seq_len`` is no int, or ``document_ids`` no tensor.
+            ValueError: one is out of range; ``document_ids`` are of another shape or dtype, or decrease.
         """
+        check_positive_int("seq_len", seq_len)
         if document_ids is not None:
             check_document_ids(document_ids, "B", seq_len, like=weight_of(self))
         return self.lay_out(seq_len, document_ids, self.layout_sizes)

@@ -73,6 +73,12 @@ def test_a_layout_of_another_kind_of_attention_is_refused() -> None:
             layer(x(), layout=other.layout(40))  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.parametrize(("seq_len", "error"), [(0, ValueError), (2.7, TypeError), ("a", TypeError)])
+def test_a_layout_of_no_number_of_tokens_is_refused(seq_len: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"^seq_len: expected"):
+        nsa().layout(seq_len)
+
+
 @pytest.mark.parametrize("layer", [nsa(), dense()])
 @pytest.mark.parametrize(
     ("made", "message"),

@@ -182,6 +182,17 @@ def build_tied(ranks: Ranks) -> list[bool]:
     return ranks.gather(all(torch.equal(whole(one.weight), drawn) for one in (built.head, built.embedding)))
 
 
+def generate_from_shards(ranks: Ranks) -> list[bool]:
+    """Return for each rank whether a sharded model, which has not run yet, continues prompts as a whole one does."""
+
+    def make() -> DecoderLM:
+        torch.manual_seed(0)
+        return DecoderLM(MODEL)
+
+    prompts = torch.arange(20).view(2, 10)
+    return ranks.gather(ranks.build(make, CPU).generate(prompts, 5) == make().generate(prompts, 5))
+
+
 def reset_on_meta(ranks: Ranks) -> list[list[bool]]:
     """Return for each rank the compressors that start as the mean in a model that was sharded before its values."""
     with torch.device("meta"):
@@ -219,7 +230,7 @@ def train_cases(file: Path, parallel: str) -> None:
         results["NaN"] = meet_a_nan(ranks)
         if parallel == "fsdp2":
             results["buffers"], results["tied"] = build_with_buffers(ranks), build_tied(ranks)
-            results["reset on meta"] = reset_on_meta(ranks)
+            results["reset on meta"], results["generated"] = reset_on_meta(ranks), generate_from_shards(ranks)
 
 
 def parameters(trainer: Trainer) -> dict[str, torch.Tensor]:

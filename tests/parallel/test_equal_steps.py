@@ -93,13 +93,13 @@ def test_a_nan_on_one_rank_stops_all_before_the_parameters_change(results: Resul
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_shards_have_the_buffers_and_what_is_tied_of_rank_0_and_are_reset_as_the_mean(results: Results, size: int):
+def test_shards_have_what_rank_0_has_and_are_reset_as_the_mean_and_generate_as_the_whole(results: Results, size: int):
     found = results("fsdp2", size)
     assert len(found["buffers"]) == size
     for buffers in found["buffers"]:
         assert buffers["layers.0.kept"].tolist() == [0, 1, 2, 3, 4]
         assert buffers["layers.0.not_kept"].tolist() == [[0.5] * 3] * 2
-    assert found["tied"] == [True] * size
+    assert found["tied"] == found["generated"] == [True] * size
     assert found["reset on meta"] == [[True] * 4] * size
 
 

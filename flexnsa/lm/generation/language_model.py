@@ -39,7 +39,7 @@ class LanguageModel(Protocol):
 def last_logits(model: LanguageModel, tokens: Tensor, lengths: Tensor, *, caches: Any = None, **mods: Any) -> Tensor:
     """Return the logits ``(B, vocab_size)`` of the last token of each sequence, padding aside."""
     own = getattr(model, "last_logits", None)
-    if own is not None:
+    if own is not None and not hasattr(model, "unshard"):  # FSDP2 gathers parameters for forward alone
         return own(tokens, lengths=lengths, caches=caches, **mods)
     options: dict[str, Any] = mods if caches is None else {"caches": caches, "lengths": lengths, **mods}
     return model(tokens, **options)[torch.arange(len(tokens), device=tokens.device), lengths.long() - 1]

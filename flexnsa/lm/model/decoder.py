@@ -272,7 +272,7 @@ class DecoderLM(nn.Module):
         for layer in cast("Iterable[DecoderLayer]", self.layers):
             sizes = layer.attention.layout_sizes
             shared = next((layout for layout in layouts if layout.sizes == sizes), None)
-            layouts.append(layer.attention.layout(tokens.shape[1], document_ids) if shared is None else shared)
+            layouts.append(layer.attention.row_layout(tokens, document_ids) if shared is None else shared)
         return layouts
 
     def new_caches(

@@ -84,10 +84,10 @@ def test_layers_of_the_same_sizes_share_a_layout(attention: str, monkeypatch: py
     model, made = make_model(attention, "rope_base"), list[float]()
     for layer in cast("list[DecoderLayer]", [*model.layers]):
 
-        def layout(*given: Any, attention: Any = layer.attention, make: Any = layer.attention.layout) -> Any:
+        def layout(*given: Any, attention: Any = layer.attention, make: Any = layer.attention.row_layout) -> Any:
             made.append(attention.rope_base)
             return make(*given)
 
-        monkeypatch.setattr(layer.attention, "layout", layout)
+        monkeypatch.setattr(layer.attention, "row_layout", layout)
     model(prompts(2, 40))
     assert made == [1e4, 1e6]
