@@ -53,9 +53,9 @@ class Reading(nn.Module):
         """Share layouts with layers that the layer shares its own with."""
         return self.layer.layout_sizes
 
-    def layout(self, seq_len: int, document_ids: Tensor | None = None) -> RowLayout:
+    def row_layout(self, x: Tensor, document_ids: Tensor | None) -> RowLayout:
         """Lay out rows as the layer does."""
-        return self.layer.layout(seq_len, document_ids)
+        return self.layer.row_layout(x, document_ids)
 
     def forward(self, x: Tensor, *, layout: RowLayout, **options: Any) -> Tensor:
         """Attend as the layer does, but for the blocks."""
