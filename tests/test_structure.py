@@ -145,7 +145,7 @@ def test_a_layer_is_few_frames_above_its_kernels() -> None:
     counts = re.findall(r"(\d+) frames in (\d+) files, (\d+) of operators", printed)
     assert len(counts) == len(from_outside)
     for path in counts:
-        assert all(int(count) <= limit for count, limit in zip(path, (8, 6, 5), strict=True)), printed
+        assert all(int(count) <= limit for count, limit in zip(path, (8, 6, 6), strict=True)), printed
 
 
 def test_what_moved_is_where_the_list_says() -> None:
@@ -184,6 +184,22 @@ def test_imports_bring_in_torch_and_nothing_heavier_and_models_and_training_no_e
     assert "flexnsa" in brought
     assert not {name for name in of_library if name.startswith(("torch._inductor", "torch._dynamo"))}
     assert not {name.split(".")[0] for name in of_models} & {"numpy", "matplotlib", "safetensors", "tqdm", "triton"}
+
+
+def test_calls_that_are_not_compiled_import_no_compiler() -> None:
+    """It takes seconds."""
+    code = """if True:
+        import sys, flexnsa, torch
+        from flexnsa import lm
+        heads = dict(num_heads=2, num_kv_heads=1, head_dim=16, nsa=flexnsa.NSAConfig.for_text(2, 1))
+        model = lm.DecoderLM(lm.DecoderConfig(vocab_size=9, num_layers=1, dim=32, **heads))
+        tokens = torch.zeros(1, 100, dtype=torch.int64)
+        model(tokens, selection=flexnsa.SelectionLoss(seed=0, step=0)).sum().backward()
+        model(tokens, document_ids=tokens)
+        lm.generate_tokens(model, tokens, 2)
+        sys.exit("torch._dynamo" in sys.modules)
+    """
+    subprocess.check_call([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT)
 
 
 def _assert_none(wrong: Iterable[str]) -> None:

@@ -295,8 +295,8 @@ class RowCache:
 
 
 def fix_addresses(*tensors: Tensor) -> None:
-    """Tell ``torch.compile`` that the memory never moves; otherwise no CUDA graph may write to an input."""
-    if torch.compiler.is_compiling():  # a cache made by compiled code has no address yet
-        return
-    for tensor in tensors:
-        torch._dynamo.mark_static_address(tensor, guard=False)
+    """Tell ``torch.compile`` that memory on a GPU never moves; otherwise no CUDA graph may write to an input."""
+    # A cache made by compiled code has no address yet. On a CPU, nothing needs what takes seconds to import.
+    if tensors[0].is_cuda and not torch.compiler.is_compiling():
+        for tensor in tensors:
+            torch._dynamo.mark_static_address(tensor, guard=False)

@@ -7,6 +7,7 @@ such an operator, and forward mode would return 0.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -68,7 +69,7 @@ class OpaqueOperator(Generic[P, T]):
         self._count = sum(len(record._fields) if record else 1 for record in self._records)
         replayed = Replayed(function, self._nested) if launches_kernels else None
 
-        @_disable_dynamo
+        @_outside_dynamo
         def kernel(*args: Any) -> T:
             device: torch.device = args[0].device
             with torch.no_grad(), _without_autocast(device), _current(device):
@@ -192,6 +193,12 @@ class OpaqueOperator(Generic[P, T]):
 def _fields(args: Sequence[Any], records: Sequence[Any]) -> list[Any]:
     """Return the arguments of a schema, given those of a function: the fields of each named tuple in its place."""
     return [y for x, record in zip(args, records[: len(args)], strict=True) for y in (x if record else (x,))]
+
+
+def _outside_dynamo(function: Callable[..., T]) -> Callable[..., T]:
+    """Return a function that Dynamo does not trace, and whose first call does not import Dynamo, for seconds."""
+    untraced = _disable_dynamo(function)
+    return lambda *args: (untraced if "torch._dynamo" in sys.modules else function)(*args)
 
 
 def _version() -> dict[str, str]:
