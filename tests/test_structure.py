@@ -187,7 +187,7 @@ def test_imports_bring_in_torch_and_nothing_heavier_and_models_and_training_no_e
 
 
 def test_calls_that_are_not_compiled_import_no_compiler() -> None:
-    """It takes seconds."""
+    """To import one takes seconds."""
     code = """if True:
         import sys, flexnsa, torch
         from flexnsa import lm

@@ -296,7 +296,7 @@ class RowCache:
 
 def fix_addresses(*tensors: Tensor) -> None:
     """Tell ``torch.compile`` that memory on a GPU never moves; otherwise no CUDA graph may write to an input."""
-    # A cache made by compiled code has no address yet. On a CPU, nothing needs what takes seconds to import.
+    # A cache made by compiled code has no address yet. A CPU has no CUDA graphs, and Dynamo takes seconds to import.
     if tensors[0].is_cuda and not torch.compiler.is_compiling():
         for tensor in tensors:
             torch._dynamo.mark_static_address(tensor, guard=False)

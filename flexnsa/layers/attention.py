@@ -290,8 +290,8 @@ class NativeSparseAttention(SparseLayer):
         q = split_heads(projected["q"], self.num_heads)
         k, v = ({tag: split_heads(projected[f"{kind}_{tag}"], self.num_kv_heads) for tag in branches} for kind in "kv")
         if self.shared_keys and "cmp" in k:
-            # Not two views of a product: of a graph that returns those, as one that ends before a mod in sdpa does,
-            # PyTorch writes freed memory into its cache on disk (tests/compatibility/inductor_faults.py).
+            # A graph that ends before a mod in sdpa returns both. Of two views of a product, PyTorch would write freed
+            # memory into its cache on disk (tests/compatibility/inductor_faults.py).
             k["cmp"] = k["slc"]
         index = None if self.indexer is None else self.indexer(x, q, k["slc"])
         return Heads(q, k, v, self.gate(x, projected["gate"]), index)

@@ -29,7 +29,7 @@ def compress_both(phi_k: object, phi_v: object, k: Tensor, v: Tensor) -> tuple[T
     # Not torch.stack: a batched product lays out the gradient of its weights transposed, and autograd would copy each
     # part to the layout of its parameter. That of joined weights is copied once, before it is split.
     position, weight, *out = (torch.unflatten(torch.cat(pair), 0, (2, -1)) for pair in pairs)
-    # Nor here: Inductor would write both out, because other branches read keys too, and then copy them to segments.
+    # Nor here: other branches read the keys, too, so Inductor would write the stack, then copy it to segments.
     both = map_blocks(torch.cat((k[None], v[None])), position, weight, config)
     for_k, for_v = (multiply(F.silu(both), out[0]) if out else both).unbind()
     return for_k, for_v

@@ -81,10 +81,10 @@ def by_rows(linear: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def _rows(x: Tensor, first: int) -> Tensor:
-    """Flatten all dimensions from the first up to the last one, ``D``.
+    """Flatten ``x (..., D)`` to rows ``(R, D)``, or only the dimensions from ``first`` on.
 
-    Exporters go by way of one dimension. From several, PyTorch would make the rows on a condition: how their sizes
-    divide each other, which would have to be proved for all lengths. Elsewhere that would write divisions by lengths.
+    For an exporter by way of one dimension: from several, PyTorch makes rows on a condition, how their sizes divide
+    each other, which would have to be proved for all lengths. Inductor would divide by symbolic lengths on that way.
     """
     if torch.compiler.is_exporting():
         return x.flatten().view(*x.shape[:first], -1, x.shape[-1])

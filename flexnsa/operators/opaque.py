@@ -110,7 +110,7 @@ class OpaqueOperator(Generic[P, T]):
 
     def _nested(self, args: Sequence[Any]) -> Sequence[Any]:
         """Return the arguments of the function, given those of the schema."""
-        rest, nested = iter(args[: self._count]), list[Any]()  # last ones that equal their defaults are not passed
+        rest, nested = iter(args[: self._count]), list[Any]()  # PyTorch leaves out the last ones that are defaults
         for record in self._records:
             nested += [record(*islice(rest, len(record._fields)))] if record else islice(rest, 1)
         return nested
@@ -196,13 +196,13 @@ def _fields(args: Sequence[Any], records: Sequence[Any]) -> list[Any]:
 
 
 def _outside_dynamo(function: Callable[..., T]) -> Callable[..., T]:
-    """Return a function that Dynamo does not trace, and whose first call does not import Dynamo, for seconds."""
+    """Return a function that Dynamo does not trace. PyTorch's decorator alone would import Dynamo, for seconds."""
     untraced = _disable_dynamo(function)
     return lambda *args: (untraced if "torch._dynamo" in sys.modules else function)(*args)
 
 
 def _version() -> dict[str, str]:
-    """Return what tells versions apart where compilers find graphs on disk by the calls in them."""
+    """Return the digest, for calls by which a compiler finds graphs on disk: those of other versions must differ."""
     return {"source": _source()} if torch.compiler.is_compiling() else {}
 
 

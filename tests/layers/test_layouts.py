@@ -75,8 +75,9 @@ def test_a_layout_of_another_kind_of_attention_is_refused() -> None:
 
 @pytest.mark.parametrize(("seq_len", "error"), [(0, ValueError), (2.7, TypeError), ("a", TypeError)])
 def test_a_layout_of_no_number_of_tokens_is_refused(seq_len: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match=r"^seq_len: expected"):
-        nsa().layout(seq_len)
+    for layer in (nsa(), dense()):
+        with pytest.raises(error, match=r"^seq_len: expected"):
+            layer.layout(seq_len)
 
 
 @pytest.mark.parametrize("layer", [nsa(), dense()])

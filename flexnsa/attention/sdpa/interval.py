@@ -34,7 +34,7 @@ _differentiate = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_back
 
 
 def takes(k: Tensor) -> bool:
-    """Return whether the kernel takes these keys: on a CPU, any, and finite: it adds its mask, which hides no NaN."""
+    """Return whether the kernel takes these keys: on a CPU, at least one, all finite. Its mask is added: NaN stays."""
     dtype = torch.promote_types(k.dtype, torch.float32)
     return k.device.type == "cpu" and k.numel() > 0 and isfinite(k.sum(dtype=dtype).item())
 
@@ -168,7 +168,7 @@ def _masked(
     # From the last one, which reads the most keys: the masks of others are often parts of its own.
     for chunk in reversed(chunks_of(lo[:, 0], hi[:, 0], size)):
         stop = max(1, min(chunk.last, num_keys))
-        seen = slice(min(chunk.first, stop - 1), stop)  # at least one key, where none is visible
+        seen = slice(min(chunk.first, stop - 1), stop)  # at least one key, so that a chunk which sees none is 0, too
         if chunk.inner_first <= seen.start and seen.stop <= chunk.inner_last:
             yield chunk, seen, None
             continue

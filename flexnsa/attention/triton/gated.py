@@ -120,7 +120,7 @@ class GatedInputs(NamedTuple):
 
     @property
     def gates(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Those of the compressed branch, of the window and of the selected branch."""
+        """The gates of the compressed branch, of the window and of the selected branch."""
         return given(self.gate_cmp), self.gate_win, self.gate_slc
 
     @property

@@ -111,16 +111,21 @@ class DenseAttention(nn.Module):
 
     def layout(self, seq_len: int, document_ids: Tensor | None = None) -> DenseLayout:
         """Lay out sequences of ``seq_len`` tokens, for all layers of the same :attr:`layout_sizes`."""
+        check_positive_int("seq_len", seq_len)
+        if document_ids is not None:
+            check_document_ids(document_ids, "B", seq_len, like=weight_of(self))
+        return self._lay_out(seq_len, document_ids)
+
+    def _lay_out(self, seq_len: int, document_ids: Tensor | None) -> DenseLayout:
         sizes = self.layout_sizes
         if document_ids is None:
             return DenseLayout(sizes.rotate(torch.arange(seq_len, device=sizes.device))[0], sizes=sizes)
-        check_document_ids(document_ids, "B", seq_len, like=weight_of(self))
         positions = document_positions(document_ids, NSAConfig())
         return DenseLayout(sizes.rotate(positions.token - positions.start)[0], positions=positions, sizes=sizes)
 
     def row_layout(self, x: Tensor, document_ids: Tensor | None) -> DenseLayout:
         """Lay out whole sequences; see :class:`flexnsa.layers.forward.Layer`."""
-        return self.layout(x.shape[1], document_ids)
+        return self._lay_out(x.shape[1], document_ids)
 
     def step_layout(self, x: Tensor, step: Step) -> DenseLayout:
         """Lay out tokens that follow a cache."""

@@ -77,7 +77,7 @@ def hopper_combine(
     if KEEP:
         gl.store(out_ptr + to, out, mask=inside[:, None])
 
-    at_gate = b * g_sb + (h * G + g) * g_sh + t * g_st
+    at_gate = b * g_sb + (h * G + g) * g_sh + t.to(gl.int64) * g_st
     cmp_gate = gl.load(cmp_gate_ptr + at_gate, mask=inside, other=0.0).to(gl.float32)
     win_gate = gl.load(win_gate_ptr + at_gate, mask=inside, other=0.0).to(gl.float32)
     total = cmp_gate[:, None] * gl.load(cmp_ptr + to, mask=inside[:, None], other=0.0).to(gl.float32)
