@@ -208,6 +208,15 @@ def check_has_values(name: str, value: Tensor) -> None:
         raise ValueError(f"{name}: expected a device that holds values, got {describe(value)}")
 
 
+def is_exporting() -> bool:
+    """Return whether an exporter traces."""
+    return torch.compiler.is_exporting()
+
+
+# A constant to Dynamo, which in torch 2.11 would answer yes for compilers, too.
+is_exporting._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
 def may_look(x: Tensor) -> bool:
     """Return whether reading values needs no synchronisation: on a CPU, outside ``torch.compile``."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()

@@ -15,7 +15,15 @@ from flexnsa.attention.step import CompressorWeights
 from flexnsa.config import NSAConfig, num_compressed
 from flexnsa.layers.projection import by_rows, has_no_hooks, is_dense, is_plain, multiply, weight_of
 from flexnsa.layers.sharding import whole, write
-from flexnsa.primitives import check_integers, check_like_weight, check_positive_int, check_tensor, check_type, may_look
+from flexnsa.primitives import (
+    check_integers,
+    check_like_weight,
+    check_positive_int,
+    check_tensor,
+    check_type,
+    is_exporting,
+    may_look,
+)
 
 
 def _segments(x: Tensor, config: NSAConfig) -> Tensor:
@@ -25,7 +33,7 @@ def _segments(x: Tensor, config: NSAConfig) -> Tensor:
     ``torch.compile`` of dynamic lengths build a second graph. An exporter would have to prove it for all lengths.
     """
     stride = config.compress_stride
-    if torch.compiler.is_exporting():
+    if is_exporting():
         return _windows(F.pad(x, (0, 0, 0, stride)), stride)
     count = x.shape[-2] // stride + 1
     return torch.unflatten(F.pad(x, (0, 0, 0, 2 * stride))[..., : count * stride, :], -2, (count, stride))
@@ -50,7 +58,7 @@ def _blocks(x: Tensor, first_tokens: Tensor, config: NSAConfig) -> Tensor:
     token = first_tokens[..., None] + torch.arange(config.compress_block_size, device=x.device)
     index = token.flatten().view(token.shape[0], 1, -1, 1).to(torch.int64).expand(-1, x.shape[1], -1, x.shape[3])
     tokens = x.gather(2, index)
-    if torch.compiler.is_exporting():
+    if is_exporting():
         return _windows(tokens, config.compress_block_size)
     return torch.unflatten(tokens, 2, token.shape[1:])
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flexnsa.attention.triton.few_rows import multiply_few_rows
-from flexnsa.primitives import FLOATING
+from flexnsa.primitives import FLOATING, is_exporting
 
 ROW_MULTIPLE = 64
 """The row length of the joint product is a multiple of this, so that kernels read its parts in whole cache lines."""
@@ -86,7 +86,7 @@ def _rows(x: Tensor, first: int) -> Tensor:
     For an exporter by way of one dimension: from several, PyTorch makes rows on a condition, how their sizes divide
     each other, which would have to be proved for all lengths. Inductor would divide by symbolic lengths on that way.
     """
-    if torch.compiler.is_exporting():
+    if is_exporting():
         return x.flatten().view(*x.shape[:first], -1, x.shape[-1])
     return x.flatten(first, -2)
 
