@@ -11,9 +11,12 @@ from torch import Tensor
 from torch._inductor import config as inductor_config
 
 from flexnsa import NativeSparseAttention, SelectionLoss
-from flexnsa.lm.model.decoder import quick_options
+from flexnsa.lm import preset
+from flexnsa.lm.model.decoder import DecoderLayer, quick_options
 from tests.emitted.emit import emit
 from tests.emitted.interpreted import interpreted
+from tests.emitted.machine_code import resources, without_machine_code
+from tests.emitted.targets import TARGETS
 from tests.support.inputs import SMALL
 
 
@@ -45,3 +48,23 @@ def test_combined_kernels_have_the_bits_of_single_ones_in_fewer_launches(packed:
         launches.append(sum(module.source.count(".run(") for module in emitted.modules))
     assert all(map(torch.equal, *results))
     assert launches[1] < 0.6 * launches[0]
+
+
+def test_combined_kernels_of_narrow_layers_fit_a_gpu() -> None:
+    layer = DecoderLayer(replace(preset("text-125m"), dim=128, num_heads=6, num_kv_heads=1, head_dim=64)).to("meta")
+
+    names, shapes = zip(*((name, x.shape) for name, x in layer.named_parameters()), strict=True)
+
+    @torch.autocast("cuda", torch.bfloat16)
+    def run(x: Tensor, *weights: Tensor) -> Tensor:
+        return torch.func.functional_call(layer, dict(zip(names, weights, strict=True)), (x,))
+
+    def make() -> tuple[Any, ...]:
+        return torch.empty(2, 256, 128, requires_grad=True), *(
+            torch.empty(shape, requires_grad=True) for shape in shapes
+        )
+
+    with inductor_config.patch(quick_options({})["options"]):
+        kernels = emit(run, make).kernels
+    with without_machine_code():
+        assert max(resources(kernel).shared for kernel in kernels) <= TARGETS["sm_90"].shared_memory
