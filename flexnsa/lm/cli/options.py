@@ -37,6 +37,8 @@ def add_config_option(parser: argparse._ActionsContainer, config_class: type, na
     choices = get_args(hint) if get_origin(hint) is Literal else None
     kind = str if choices else next(iter(get_args(hint)), hint)  # int | None is an option of type int
     metavar = None if choices else kind.__name__.upper()
+    if hint == int | tuple[int, ...]:
+        kind, metavar = _numbers, "INT,..."
     if get_origin(hint) is tuple:
         options, metavar = options | {"nargs": "+"}, "TAG"
     parser.add_argument(option_name(name), type=kind, choices=choices, metavar=metavar, **options)
@@ -61,6 +63,14 @@ def _stages(text: str) -> tuple[tuple[int, float], ...]:
         return tuple((int(length), float(share)) for length, share in (part.split(":") for part in text.split(",")))
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"expected such as 2048:0.25,8192:0.75, got {text!r}") from error
+
+
+def _numbers(text: str) -> int | tuple[int, ...]:
+    try:
+        first, *others = map(int, text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected such as 3 or 0,0,2, got {text!r}") from error
+    return (first, *others) if others else first
 
 
 _hints = functools.cache(get_type_hints)
