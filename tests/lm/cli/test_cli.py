@@ -44,10 +44,7 @@ def test_every_option_is_explained(command: str) -> None:
         ("train --num-heads 8 --num-kv-heads 3", "argument --num-kv-heads: expected a divisor of num_heads=8, got 3"),
         ("train --compress-block-size 20", "argument --compress-block-size: expected a multiple of compress_stride=8"),
         ("train --share-index a", "argument --share-index: expected such as 3 or 0,0,2, got 'a'"),
-        (
-            "train --num-layers 3 --share-index 0,0",
-            "argument --share-index: expected a number for each of 3 layers, got 2",
-        ),
+        ("train --num-layers 3 --share-index 0,0", "argument --share-index: expected a number for each of 3 layers"),
         ("train --compression fft", "argument --compression: expected one of 'mean', 'linear', 'mlp', got 'fft'"),
         ("train --impl magic", "argument --impl: expected one of 'auto', "),
         ("train --branches cmp far", "argument --branches: expected some of ('cmp', 'slc', 'win')"),
