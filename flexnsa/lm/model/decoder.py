@@ -71,8 +71,9 @@ class DecoderLM(nn.Module):
     def compile_layers(self, **options: Any) -> None:
         """Have whole rows go through ``torch.compile(**options)`` layer by layer, all layers through the same code.
 
-        So compiling takes as long as one layer takes. Checkpointing is compiled along with the layer. See
-        :func:`quick_options`.
+        So compiling takes as long as one layer takes. Checkpointing is compiled along with the layer. A second length
+        compiles what serves all lengths, three to four times as long as with ``dynamic=False``, which compiles each
+        length. See :func:`quick_options`.
         """
         self._run_layer = torch.compile(run_layer, **quick_options(options))
 
