@@ -97,6 +97,8 @@ class Recipe:
         DDP unless another way is set.
         """
         model = self.model.with_branches(settings["branches"]) if "branches" in settings else self.model
+        if isinstance(model.share_index, tuple) and "num_layers" in settings:
+            settings = {"share_index": model.share_index[: settings["num_layers"]]} | settings
         if settings.get("ranks", 1) > 1 and self.parallel is None:
             settings = {"parallel": "ddp"} | settings
         nsa = replace(model.nsa, **_chosen(settings, NSAConfig))

@@ -45,7 +45,7 @@ VALUES: dict[str, list[str]] = {
 }
 """Of options that take words."""
 NUMBERS = (
-    "dim=12 num_layers=3 share_index=2 num_heads=4 num_kv_heads=2 head_dim=6 v_head_dim=10 rope_base=100 "
+    "dim=12 num_layers=3 share_index=0,0,2 num_heads=4 num_kv_heads=2 head_dim=6 v_head_dim=10 rope_base=100 "
     "compress_block_size=8 compress_stride=4 select_block_size=8 num_selected_blocks=4 num_init_blocks=2 "
     "num_local_blocks=1 window_size=5 "
     "index_block_size=4 index_stride=4 index_heads=2 index_rank=3 batch_size=2 seq_len=30 grad_accumulation=2 lr=0.01 "
@@ -72,8 +72,8 @@ def _lines() -> Iterator[str]:
     Every other option comes alone.
     """
     actions = {name: x for name, x in _actions(train_command.add_arguments).items() if x.dest not in OF_RUNS}
-    numbers = {name: x for name, x in actions.items() if x.type in (int, float)}
     values: dict[str, str] = dict(re.findall(r"(\w+)=(\S+)", NUMBERS))
+    numbers = {name: x for name, x in actions.items() if x.type in (int, float) or x.dest in values}
     yield " ".join(f"{name} {values[action.dest]}" for name, action in numbers.items())
     off = [name for name, action in actions.items() if action.nargs == 0 and name.startswith("--no-")]
     yield " ".join(off)
