@@ -72,8 +72,8 @@ class DecoderLM(nn.Module):
         """Have whole rows go through ``torch.compile(**options)`` layer by layer, all layers through the same code.
 
         So compiling takes as long as one layer takes. Checkpointing is compiled along with the layer. A second length
-        compiles what serves all lengths, three to four times as long as with ``dynamic=False``, which compiles each
-        length. See :func:`quick_options`.
+        compiles code for all lengths, which takes three to four times as long as code for one (``dynamic=False``). See
+        :func:`quick_options`.
         """
         self._run_layer = torch.compile(run_layer, **quick_options(options))
 
