@@ -213,7 +213,7 @@ def is_exporting() -> bool:
     return torch.compiler.is_exporting()
 
 
-# A constant to Dynamo, which in torch 2.11 would answer yes for compilers, too.
+# Dynamo asks once and takes the answer for a constant: that of torch 2.11 would take every compilation for an export.
 is_exporting._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 

@@ -150,7 +150,7 @@ def test_the_first_step_takes_what_was_recorded() -> None:
     nsa, dense = ([x["first_step_s"] for key, x in points.items() if key[0] == kind] for kind in ("nsa", "dense"))
     first, others = f"{max(nsa):.0f} s", f"{min(nsa):.0f} to {sorted(nsa)[-2]:.0f} with `dynamic=False`"
     said = f"{first}, at another length {others}, dense {min(dense):.0f} to {max(dense):.0f} ("
-    assert f"with the default settings {said}" in words_of("docs/performance.md")
+    assert f"with default settings {said}" in words_of("docs/performance.md")
 
 
 def test_what_the_readme_says_of_default_settings_is_what_was_recorded() -> None:

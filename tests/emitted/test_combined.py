@@ -52,7 +52,6 @@ def test_combined_kernels_have_the_bits_of_single_ones_in_fewer_launches(packed:
 
 def test_combined_kernels_of_narrow_layers_fit_a_gpu() -> None:
     layer = DecoderLayer(replace(preset("text-125m"), dim=128, num_heads=6, num_kv_heads=1, head_dim=64)).to("meta")
-
     names, shapes = zip(*((name, x.shape) for name, x in layer.named_parameters()), strict=True)
 
     @torch.autocast("cuda", torch.bfloat16)
@@ -60,9 +59,7 @@ def test_combined_kernels_of_narrow_layers_fit_a_gpu() -> None:
         return torch.func.functional_call(layer, dict(zip(names, weights, strict=True)), (x,))
 
     def make() -> tuple[Any, ...]:
-        return torch.empty(2, 256, 128, requires_grad=True), *(
-            torch.empty(shape, requires_grad=True) for shape in shapes
-        )
+        return torch.empty(2, 256, 128, requires_grad=True), *(torch.empty(x, requires_grad=True) for x in shapes)
 
     with inductor_config.patch(quick_options({})["options"]):
         kernels = emit(run, make).kernels

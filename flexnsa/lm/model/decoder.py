@@ -72,7 +72,7 @@ class DecoderLM(nn.Module):
         """Have whole rows go through ``torch.compile(**options)`` layer by layer, all layers through the same code.
 
         So compiling takes as long as one layer takes. Checkpointing is compiled along with the layer. A second length
-        compiles code for all lengths, which takes three to four times as long as code for one (``dynamic=False``). See
+        compiles code for all lengths, which takes about four times as long as code for one (``dynamic=False``). See
         :func:`quick_options`.
         """
         self._run_layer = torch.compile(run_layer, **quick_options(options))
@@ -329,8 +329,8 @@ def quick_options(options: dict[str, Any]) -> dict[str, Any]:
     """Have Inductor combine small kernels and time no variants, unless options name a backend, mode or options.
 
     On an H200 combined kernels save 480 of 2,072 launches and 3 % of a step of text-125m at 8k. The first step is 4
-    seconds shorter without variants of pointwise kernels, and none of them is faster. Combined sums of rows would have
-    tiles of 1,024 rows, which fit no GPU.
+    seconds shorter without variants of pointwise kernels, and none of them is faster. Sums of rows are not combined:
+    their tiles would have 1,024 rows, which fit no GPU.
     """
     if options.keys() & {"backend", "mode", "options"}:
         return options

@@ -103,5 +103,6 @@ def test_kernels_are_combined_and_no_variants_timed_unless_the_caller_says_how_t
     model.compile_layers(mode="max-autotune")
     model.compile_layers(options={"max_autotune": True})
     assert given[1:] == [{"mode": "max-autotune"}, {"options": {"max_autotune": True}}]
-    assert given[0].keys() == {"fullgraph", "options"}
+    quick = {"triton.autotune_pointwise": False, "combo_kernels": True, "combo_kernels_autotune": 0}
+    assert given[0] == {"fullgraph": True, "options": quick | {"combo_kernels_pointwise_only": True}}
     assert given[0]["options"].keys() <= set(torch._inductor.list_options())
