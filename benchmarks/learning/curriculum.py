@@ -43,8 +43,8 @@ class Record:
         found: share of these questions at which a head of the last layer selects the right block.
         unscored: share of the blocks before such a question that score exactly 0 in the last layer, so that selection
             cannot tell them apart.
-        maps: by kind and length, how many of :meth:`Plan.map_questions` were answered at each depth, from the start of
-            the sequence to its end.
+        maps: by kind and length, how many of :meth:`Plan.map_questions` were answered, or had their block chosen, at
+            each depth, from the start of the sequence to its end.
         obstacles: why steps were not replayed that should have been.
     """
 
@@ -87,6 +87,8 @@ class Run:
         self._replay: tuple[Stage, Replay] | None = None
         # Beyond it no window of any layer reaches, nor all together.
         self.reach = config.num_layers * config.nsa.window_size
+        self.selects = config.attention == "nsa" and "slc" in config.branches
+        self.kinds = [kind for kind in KINDS if self.selects or kind != "needle chosen"]
         if path.exists():
             self._load()
         for group in self.optimizer.param_groups if replayed else ():
@@ -123,7 +125,8 @@ class Run:
                 self._train_step(stage)
                 self._evaluate(stage)
         for seq_len in self.plan.map_lengths:
-            self._depth_map("pairs", seq_len)
+            for kind in self.kinds:
+                self._depth_map(kind, seq_len)
 
     def describe(self) -> dict[str, Any]:
         """Return what the run has seen."""
@@ -154,10 +157,7 @@ class Run:
         with self._precision():
             loss = self.model(tokens, targets=targets, selection=selection)
         (loss if selection is None else loss + selection.total).backward()
-        for parameters in (
-            self._of_indexers,
-            self._taught_by_text,
-        ):  # apart: neither loss slows what the other one teaches
+        for parameters in (self._of_indexers, self._taught_by_text):  # neither loss slows what the other one teaches
             nn.utils.clip_grad_norm_(parameters, 1.0)
         self.optimizer.step()
         return loss.detach()
@@ -196,8 +196,7 @@ class Run:
         rows = self._rows(stage, self.step, trained_on=False)
         far = rows.distances >= min(self.reach, stage.seq_len // 2)
         looks = [(self.record.recall, self._answers)]
-        selects = self.config.attention == "nsa" and "slc" in self.config.branches
-        if selects and stage.seq_len <= LONGEST_SCORED:
+        if self.selects and stage.seq_len <= LONGEST_SCORED:
             looks += [(self.record.found, self._finds), (self.record.unscored, self._unscored)]
         for record, look in looks:
             record.append(round(look(rows)[far].float().mean().item(), 4))
@@ -207,7 +206,7 @@ class Run:
         """Return for every token whether a head of the last layer selects the block with the value asked for."""
         with self._precision():
             layer, x = layer_inputs(self.model, rows.tokens)[-1]
-            blocks = selected_blocks(layer, x, impl="reference")
+            blocks = selected_blocks(layer, x, impl=layer.impl)
         value_at = torch.arange(x.shape[1], device=x.device) - rows.distances + 1
         right = value_at // layer.config.select_block_size
         return (blocks == right[:, None, :, None]).any(3).any(1)
@@ -221,31 +220,31 @@ class Run:
         """Draw the maps that there are not yet, short rows first, while there is time."""
         self._attend(self.config.nsa, self.config.impl)
         for seq_len in self.plan.map_lengths:
-            for kind, counts in self.record.maps.items():
+            for kind in self.kinds:
+                counts = self.record.maps.setdefault(kind, {})  # states saved earlier know fewer kinds
                 if str(seq_len) not in counts and time.time() < until:
                     counts[str(seq_len)] = self._depth_map(kind, seq_len)
                     report(self.describe())
 
     def _depth_map(self, kind: str, seq_len: int) -> list[int]:
-        """Ask at the end of sequences for pairs at all depths, together or each alone in filler; count the answers."""
-        plan, answers = self.plan, list[Tensor]()
+        """Ask at the end of sequences for pairs at all depths, together or each alone in filler; count the answers.
+
+        Of chosen needles, count instead the questions at which :meth:`_finds` the block.
+        """
+        plan, answers, look = self.plan, list[Tensor](), self._finds if kind == "needle chosen" else self._answers
         depths = torch.linspace(0, 1, DEPTHS, device=self.device).expand(plan.map_rows, -1)
         pairs = min(plan.map_pairs, seq_len // 16)
-        if kind == "needle":
+        if kind != "pairs":
             depths, pairs = depths[: plan.map_questions(kind)].reshape(-1, 1), 0
         generator = self._generator(seq_len, trained_on=False)
         for part in depths.split(max(2, plan.map_tokens // seq_len)):
             rows = depth_rows(plan.vocabulary, seq_len, part, pairs, generator)
-            answers.append(self._answers(rows)[:, -SLOT * part.shape[1] :: SLOT])
+            answers.append(look(rows)[:, -SLOT * part.shape[1] :: SLOT])
         return torch.cat(answers).reshape(-1, DEPTHS).sum(0).tolist()
 
     def _save(self) -> None:
-        state = {
-            "step": self.step,
-            "record": asdict(self.record),
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-        }
+        state: dict[str, Any] = {"step": self.step, "record": asdict(self.record)}
+        state |= {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_name(self.path.name + ".tmp")
         torch.save(state, temporary)

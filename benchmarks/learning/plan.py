@@ -20,8 +20,10 @@ from benchmarks.learning.tasks import Vocabulary
 from flexnsa import NSAConfig
 
 DEPTHS = 16
-KINDS = ("pairs", "needle")
-"""Of maps: sequences full of pairs, some of which are asked for; sequences of filler with a single pair."""
+KINDS = ("pairs", "needle chosen", "needle")
+"""Of maps: sequences full of pairs, some of which are asked for; sequences of filler with a single pair, at how many
+the last layer selects the block with the value, where it selects; and how many of the same are answered.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,9 +93,8 @@ class Plan:
 
     def with_all_blocks(self) -> Plan:
         """Return the plan at whose stages a model reads what its config says."""
-        return replace(
-            self, stages=tuple(replace(stage, selected_tokens=None, window_size=None) for stage in self.stages)
-        )
+        stages = tuple(replace(stage, selected_tokens=None, window_size=None) for stage in self.stages)
+        return replace(self, stages=stages)
 
     def at(self, step: int) -> tuple[Stage, int]:
         """Return the stage of a step counted from 0, and the step behind its last."""

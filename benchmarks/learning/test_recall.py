@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks.learning.curriculum import Run
-from benchmarks.learning.plan import Stage
+from benchmarks.learning.plan import KINDS, Stage
 from benchmarks.learning.recall import main
 from benchmarks.learning.selection import selected_blocks, unscored_blocks
 from benchmarks.learning.sizes import SIZES
@@ -72,8 +72,10 @@ def test_a_stopped_run_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
     again = run("stopped")
     assert 0 < again.step < whole.step
     again.resume(time.time(), lambda _: None)
-    assert again.record.maps == {"pairs": {}, "needle": {}}, "the time was up"
+    assert again.record.maps == {kind: {} for kind in KINDS}, "the time was up"
+    del again.record.maps["needle chosen"]  # as in states saved before there were such maps
     again.resume(math.inf, lambda _: None)
+    assert [len(whole.record.maps[kind]["64"]) for kind in KINDS] == [16] * 3
     timeless = {"seconds": 0}
     assert again.describe() | timeless == whole.describe() | timeless
     for name, parameter in whole.model.state_dict().items():
@@ -147,8 +149,8 @@ def test_nsa_reads_as_little_as_a_stage_says_and_in_the_end_what_its_config_says
         return [(sizes.num_selected_blocks * sizes.select_block_size, sizes.window_size) for sizes in seen]
 
     tight, end = (16, 4), (64, 16)
-    assert sizes_on_the_way("NSA") == [tight, end, end, end]
-    assert sizes_on_the_way("all blocks from the start") == [end] * 4
+    assert sizes_on_the_way("NSA") == [tight, end, end, end, end]
+    assert sizes_on_the_way("all blocks from the start") == [end] * 5
 
 
 def first_layer(variant: str) -> NativeSparseAttention:
@@ -209,19 +211,16 @@ def test_whole_runs_are_recorded_once_and_one_that_fails_costs_no_other(
     path = tmp_path / "recall.json"
 
     def recall(*options: str, folder: Path, size: str = "smoke") -> dict[str, dict[str, Any]]:
-        main(
-            ["--size", size, "--device", "cpu", "--seeds", "0", "--json", f"{path}", "--folder", f"{folder}", *options]
-        )
+        where = ["--json", f"{path}", "--folder", f"{folder}"]
+        main(["--size", size, "--device", "cpu", "--seeds", "0", *where, *options])
         return {point["variant"]: point for point in json.loads(path.read_text())["points"]}
 
     points = recall("--variants", "NSA", "dense", "--workers", "2", folder=tmp_path)
     assert "label" in points["NSA"]
     assert points["dense"]["step"] == SMOKE.plan.steps
     maps = points["dense"]["maps"]
-    assert {kind: {len(counts) for counts in lengths.values()} for kind, lengths in maps.items()} == {
-        "pairs": {16},
-        "needle": {16},
-    }
+    drawn = {kind: {len(counts) for counts in lengths.values()} for kind, lengths in maps.items()}
+    assert drawn == {"pairs": {16}, "needle chosen": set(), "needle": {16}}
     recorded = json.loads(path.read_text())
     assert [*map(tuple, recorded["looks"])] == SMOKE.plan.looks()
     assert len(points["dense"]["recall"]) == len(points["dense"]["loss"]) == len(recorded["looks"])
