@@ -109,7 +109,7 @@ tables: .venv/.installed  ## write the tables of docs and README from the measur
 	$(BIN)/python -m benchmarks tables
 
 versions:  ## run the CPU parity tests with other versions of torch, those of transformers with the lowest, kernels with each Triton
-	$(PYTHON) .ci/versions.py .versions 2.11.0 2.13.0 newest 2.13.0+transformers==5.10.1 $(addprefix 2.13.0+triton==,3.6.0 3.8.0 3.9.0)
+	$(PYTHON) .ci/versions.py .versions 2.11.0 2.13.0 newest 2.13.0+transformers==5.23.0 $(addprefix 2.13.0+triton==,3.6.0 3.8.0 3.9.0)
 
 # The wheel is built from the sdist. It has to work with torch alone, so it is tried in an environment of its own.
 dist: .venv/.installed  ## build sdist and wheel, and run the first sample of README.md from the wheel in an empty environment

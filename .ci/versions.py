@@ -1,6 +1,6 @@
 """Do the tests pass with other versions of PyTorch and transformers? Each has an environment of its own, made once.
 
-    python .ci/versions.py .versions 2.11.0 2.13.0 newest 2.13.0+transformers==5.10.1 2.13.0+triton==3.9.0
+    python .ci/versions.py .versions 2.11.0 2.13.0 newest 2.13.0+transformers==5.23.0 2.13.0+triton==3.9.0
 
 needs Python alone. The newest is the one that the package index has today. With a torch alone these are the CPU parity
 tests; with transformers beside it, those of the integration; with triton, those of the kernels for Hopper GPUs, which

@@ -205,7 +205,7 @@ class _DropInAttachment(_Attachment):
             raise ValueError("generate_batch: expected none where blocks are recorded or replayed, got one")
         if self.replayed is not None:
             if of_cache:
-                raise ValueError("past_key_values: expected no tokens of a cache where blocks are replayed, got some")
+                raise ValueError("cache: expected no tokens of a cache where blocks are replayed, got some")
             return _blocks_of(self.replayed, (*k_cmp.shape[:2], q.shape[2]), where, config)
         blocks = select(q, k_cmp, call, *scores)
         if where is None or not of_cache:

@@ -1,4 +1,4 @@
-"""NSA for models of Hugging Face transformers 5.10 or later: ``import flexnsa.transformers``.
+"""NSA for models of Hugging Face transformers 5.23 or later: ``import flexnsa.transformers``.
 
 The import registers ``attn_implementation="flexnsa"`` for every causal model with full attention, also one that is
 loaded already (``model.set_attn_implementation("flexnsa")``), and makes saved configs keep that choice.

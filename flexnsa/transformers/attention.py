@@ -26,7 +26,7 @@ from flexnsa.layers.presets import GATE_LIMIT, StartingGate, start
 from flexnsa.layers.projection import computed_dtype, project, split_heads, weight_of
 from flexnsa.layers.step import fits_step, lay_out_step
 from flexnsa.masks.user_mods import Mods, SoftCap, cap_of
-from flexnsa.transformers.cache import layer_of
+from flexnsa.transformers.cache import by_either_name, layer_of
 from flexnsa.transformers.local_layers import layer_type
 from flexnsa.transformers.options import LayerOptions
 from flexnsa.transformers.padding import Rows
@@ -95,12 +95,13 @@ class ConvertedAttention(SparseLayer):
                 got = sizes.index_head_dim
                 raise ValueError(f"index_head_dim: expected the {rotated} dims that are rotated, or more, got {got}")
 
+    @by_either_name
     def forward(
         self,
         hidden_states: Tensor,
         position_embeddings: Any = None,  # noqa: ARG002  (of the tokens alone; blocks are rotated too)
         attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         given_positions: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
         new_lengths: Tensor | None = None,
@@ -111,11 +112,11 @@ class ConvertedAttention(SparseLayer):
         """Attend within sequences ``(B, T, dim)``, or from tokens that follow those of a cache; see the dense layer.
 
         Raises:
-            TypeError: ``past_key_values`` is no :class:`FlexNSACache`.
+            TypeError: ``cache`` is no :class:`FlexNSACache`.
             ValueError: packed sequences come with a cache.
         """
         batch_size, num_tokens = hidden_states.shape[:2]
-        layer = None if past_key_values is None else layer_of(past_key_values, self.layer_idx)
+        layer = None if cache is None else layer_of(cache, self.layer_idx)
         rows = Rows.of(
             attention_mask,
             given_positions,

@@ -8,12 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.generation.utils import ALL_CACHE_NAMES
 from transformers.utils import logging
+from transformers.utils.deprecation import deprecate_kwarg
 
 from flexnsa.cache.cache import NSACache
 from flexnsa.primitives import describe
 from flexnsa.transformers.local_layers import layer_types, nsa_types
 
+CACHE = ALL_CACHE_NAMES[0]
+"""What transformers names a cache that it passes: ``cache``, before 5.24 ``past_key_values``."""
+by_either_name = deprecate_kwarg("past_key_values", "5.23.0", "cache")
+"""Lets a function also take its ``cache`` by its former name; without a warning, because the version is past."""
 FIRST_TOKENS = 256
 """Initial capacity of a cache whose length the caller did not specify; it grows by doubling."""
 MOST_DRAFTED = 64
@@ -60,7 +66,7 @@ class FlexNSACacheLayer(CacheLayerMixin):
             self.nsa = new_cache(batch_size, max(self.max_cache_len, need), max_rewind=self.max_rewind)
             self.is_initialized = True
         if self.nsa.batch_size != batch_size:
-            raise ValueError(f"past_key_values: expected a cache of {batch_size} rows, got {self.nsa.batch_size}")
+            raise ValueError(f"cache: expected a cache of {batch_size} rows, got {self.nsa.batch_size}")
         if need > self.nsa.max_seq_len:
             self.nsa.grow(need)
         return self.nsa
@@ -70,7 +76,7 @@ class FlexNSACacheLayer(CacheLayerMixin):
 
     def update(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Raise: layers with dense attention would store keys and values here."""
-        raise TypeError("past_key_values: expected a cache of keys and values for a dense layer, got a FlexNSACache")
+        raise TypeError("cache: expected a cache of keys and values for a dense layer, got a FlexNSACache")
 
     def get_seq_length(self) -> int:
         """Return the tokens of each sequence so far, padding included."""
@@ -79,8 +85,6 @@ class FlexNSACacheLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         """Return -1: there is no maximum."""
         return -1
-
-    get_max_cache_shape = get_max_length  # its name in transformers 5.10
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of keys that a mask covers, and the first of them."""
@@ -98,11 +102,12 @@ class FlexNSACacheLayer(CacheLayerMixin):
             self.nsa.reorder(beam_idx.to(self.nsa.device))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last ``-tokens_to_remove`` tokens; a positive number is the length to keep, as in 5.10."""
-        count = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.seen - tokens_to_remove)
-        if count and self.nsa is not None:
-            self.nsa.crop(self.nsa.lengths - count)
-            self.seen -= count
+        """Remove the last ``-tokens_to_remove`` tokens."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"tokens_to_remove: expected 0 or a negative number, got {tokens_to_remove}")
+        if tokens_to_remove and self.nsa is not None:
+            self.nsa.crop(self.nsa.lengths + tokens_to_remove)
+            self.seen += tokens_to_remove
 
     def activate_past_recording(self) -> None:
         """Prepare to take back drafts, if the cache is still empty."""
@@ -183,7 +188,7 @@ def layer_of(cache: Any, index: int) -> FlexNSACacheLayer:
     """
     layers = getattr(cache, "layers", ())
     if index >= len(layers) or not isinstance(layers[index], FlexNSACacheLayer):
-        raise TypeError(f"past_key_values: expected a FlexNSACache, got {describe(cache)}")
+        raise TypeError(f"cache: expected a FlexNSACache, got {describe(cache)}")
     return layers[index]
 
 
@@ -198,10 +203,10 @@ def choose_cache(model: Any, tokens: Any, cache: Any, use_cache: bool | None) ->
     """
     layers = getattr(cache, "layers", ())
     if any(layer is other for index, layer in enumerate(layers) for other in layers[:index]):
-        raise ValueError("past_key_values: expected a part of its own for each layer, got one of them twice")
+        raise ValueError("cache: expected a part of its own for each layer, got one of them twice")
     training = torch.is_grad_enabled() and _is_differentiated(model, tokens)
     if training and (use_cache or cache is not None):
-        name = "use_cache" if cache is None else "past_key_values"
+        name = "use_cache" if cache is None else "cache"
         raise ValueError(f"{name}: expected torch.no_grad(), because a cache has no gradient, got training")
     use_cache = model.config.use_cache if use_cache is None else use_cache
     if training and use_cache and model.training:

@@ -16,7 +16,7 @@ from flexnsa.layers.config import leaders_of
 from flexnsa.layers.indexer import Change, PassedIndex, SelectionLoss, check_selection
 from flexnsa.layers.presets import starting_values
 from flexnsa.transformers.attention import ConvertedAttention
-from flexnsa.transformers.cache import MOST_DRAFTED, FlexNSACache, choose_cache
+from flexnsa.transformers.cache import CACHE, MOST_DRAFTED, FlexNSACache, by_either_name, choose_cache
 from flexnsa.transformers.choice import LAYERS
 from flexnsa.transformers.cuda_graphs import CapturedModel, can_capture
 from flexnsa.transformers.dropin import attend_in_rows
@@ -116,12 +116,13 @@ class ConvertedModel(ConvertedPreTrainedModel):
     selection_hook: SelectionLossHook | None = None
     """What passes in training teach besides; see :class:`flexnsa.transformers.TeachSelection`."""
 
+    @by_either_name
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         selection: SelectionLoss | None = None,
@@ -137,7 +138,7 @@ class ConvertedModel(ConvertedPreTrainedModel):
         """
         refuse_attentions(self.config, kwargs, "of a model with NSA layers")
         x = inputs_embeds if input_ids is None else input_ids
-        cache, options = choose_cache(self, x, past_key_values, use_cache), LayerOptions.of(self.config)
+        cache, options = choose_cache(self, x, cache, use_cache), LayerOptions.of(self.config)
         layers = self.nsa_layers
         for layer in layers:
             layer.follow(options)
@@ -151,13 +152,12 @@ class ConvertedModel(ConvertedPreTrainedModel):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=cache,
             inputs_embeds=inputs_embeds,
             use_cache=cache is not None,
             given_positions=position_ids,  # those that the model counts itself never restart
             selection=taught,
             shared_index={layer.leader: PassedIndex() for layer in layers if layer.follows},
-            **kwargs,
+            **{CACHE: cache} | kwargs,
         )
         if selection is not None and taught is not None:
             count = sum(layer.training for layer in layers_of(self)) if cache is None and torch.is_grad_enabled() else 0
@@ -188,21 +188,21 @@ class CachedGeneration:
         max_cache_length: int,
     ) -> Any:
         kind = generation_config.cache_implementation
-        if kind not in (None, "dynamic", "dynamic_full", "static"):  # 5.10 sets dynamic_full in assisted decoding
+        if kind not in (None, "dynamic", "static"):
             raise ValueError(f"cache_implementation: expected None for NSA layers, got {kind!r}")
         early = generation_config.assistant_early_exit
         if early is not None and not isinstance(cast("Any", self).base_model, PreTrainedModel):
             raise ValueError(f"assistant_early_exit: expected None of a {type(self).__name__}, got {early}")
-        if generation_config.use_cache is False or model_kwargs.get("past_key_values") is not None:
+        if generation_config.use_cache is False or model_kwargs.get(CACHE) is not None:
             return super()._prepare_cache_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
         drafts = generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
         rewind = max(MOST_DRAFTED, generation_config.prompt_lookup_num_tokens or 0) if drafts else 1
         cache = FlexNSACache(self.config, max_cache_length, max_rewind=rewind)
-        if generation_config.is_assistant and hasattr(cache, "activate_past_recording"):  # not in transformers 5.10
+        if generation_config.is_assistant:
             cache.activate_past_recording()  # sliding layers are cropped where a draft is rejected
-        model_kwargs["past_key_values"] = cache
+        model_kwargs[CACHE] = cache
         return None
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
@@ -218,7 +218,7 @@ class CachedGeneration:
     def _valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: GenerationConfig) -> bool:
         """Return whether to capture a step, where transformers would compile for a static cache."""
         is_set = generation_config.disable_compile or generation_config.compile_config is not None
-        if is_set or not isinstance(model_kwargs.get("past_key_values"), FlexNSACache):
+        if is_set or not isinstance(model_kwargs.get(CACHE), FlexNSACache):
             return super()._valid_auto_compile_criteria(model_kwargs, generation_config)  # pyright: ignore
         return can_capture(cast("nn.Module", self))
 
@@ -237,7 +237,7 @@ class ConvertedForCausalLM(CachedGeneration, ConvertedPreTrainedModel):
 
     def next_logits(self, tokens: Tensor, cache: FlexNSACache, num_valid: Tensor) -> Tensor:
         """Return the logits of one token per sequence."""
-        return self(input_ids=tokens, past_key_values=cache, use_cache=True, new_lengths=num_valid).logits
+        return self(input_ids=tokens, use_cache=True, new_lengths=num_valid, **{CACHE: cache}).logits
 
 
 def convert_layers(model: Any, options: LayerOptions) -> dict[str, ConvertedAttention]:

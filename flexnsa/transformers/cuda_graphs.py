@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from flexnsa.config import NSAConfig
 from flexnsa.layers.projection import has_no_hooks, is_dense
 from flexnsa.operators.graphs import Step, capture
-from flexnsa.transformers.cache import FlexNSACache
+from flexnsa.transformers.cache import CACHE, FlexNSACache
 from flexnsa.transformers.rotary import looks_at_positions
 
 NextLogits = Callable[[Tensor, FlexNSACache, Tensor], Tensor]
@@ -75,8 +75,8 @@ class CapturedModel:
 
     def __call__(self, **inputs: Any) -> Any:
         """Call the model, or replay its captured step."""
-        tokens, cache, mask = (inputs.get(name) for name in ("input_ids", "past_key_values", "attention_mask"))
-        others = inputs.keys() - WITHOUT_EFFECT - {"input_ids", "past_key_values", "attention_mask"}
+        tokens, cache, mask = (inputs.get(name) for name in ("input_ids", CACHE, "attention_mask"))
+        others = inputs.keys() - WITHOUT_EFFECT - {"input_ids", CACHE, "attention_mask"}
         asks_more = any(inputs[name] is not None and inputs[name] is not False for name in others)
         if asks_more or not _fits(tokens, cache, mask):
             return self._model(**inputs)
@@ -89,7 +89,8 @@ class CapturedModel:
             cache.captured = CapturedStep(self._next_logits, cache, place)
         logits = cache.captured(tokens, None if mask is None else mask[:, -1])
         cache.seen += 1
-        return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+        outputs: dict[str, Any] = {"logits": logits, CACHE: cache}
+        return CausalLMOutputWithPast(**outputs)
 
 
 def can_capture(model: nn.Module) -> bool:

@@ -37,7 +37,7 @@ REFUSED = {
     torch.bool: "is_causal: expected True where attention is NSA, got a bidirectional mask",
     torch.int8: "sliding_window: expected None where attention is NSA, got the mask of a sliding window",
     torch.int16: "attention_chunk_size: expected None where attention is NSA, got the mask of chunked attention",
-    torch.uint8: "past_key_values: expected a cache that keeps every token, got one that dropped tokens",
+    torch.uint8: "cache: expected a cache that keeps every token, got one that dropped tokens",
 }
 NOT_CAUSAL, SLIDING, CHUNKED, DROPPED = REFUSED
 
@@ -153,6 +153,9 @@ def read_documents(
         _check_parts(mask_function, has_additions=has_additions)
     row = torch.arange(batch_size, device=device)[:, None]
     token = torch.arange(1, num_tokens, device=device)[None]
+    if torch.compiler.is_compiling():  # since transformers 5.24 documents are outermost, whatever they are joined with
+        message = "block_sequence_ids: expected None where attention is NSA, got blocks"
+        torch.ops.aten._assert_async.msg(~mask_function(row, 0, token - 1, token).any(), message)
     follows = mask_function(row, 0, token, token - 1)  # a document starts where a token does not see the one before
     return F.pad(~follows, (1, 0)).cumsum(1, dtype=torch.int32)
 

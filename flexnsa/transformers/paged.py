@@ -65,21 +65,24 @@ def _switch(manager: Any, switch: Callable[..., Any], model: Any, *args: Any, **
 
 
 def attend_to_pages(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, cache: Any, **kwargs: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None, **kwargs: Any
 ) -> tuple[Tensor, Any]:
     """Attend from the new tokens of several requests to the keys that each has in a paged cache.
 
-    Query ``(1, Hq, T, Dk)``, key ``(1, Hkv, T, Dk)``, both rotated, and value ``(1, Hkv, T, Dv)`` are of new tokens.
-    The cache stores keys and values, and returns all of the requests. ``cu_seq_lens_q (R + 1,)`` comes from the model;
-    the cache sets ``cu_seq_lens_k (R + 1,)`` and ``max_length_k`` to those of the layer.
+    Query ``(1, Hq, T, Dk)`` is of new tokens. Key ``(1, Hkv, S, Dk)``, both rotated, and value ``(1, Hkv, S, Dv)`` are
+    of all tokens of the requests. Before transformers 5.24 they are of new tokens, and come with the cache that stores
+    them and returns all. ``cu_seq_lens_q (R + 1,)`` comes from the model; the cache sets ``cu_seq_lens_k (R + 1,)`` and
+    ``max_length_k`` to those of the layer.
 
     Raises:
         ValueError: the cache would have a kernel read its pages.
     """
     if kwargs.get("block_table") is not None:
         raise ValueError(f"block_table: expected None with {NAME}, got {describe(kwargs['block_table'])}")
-    number = getattr(module, "layer_idx", None)
-    key, value = cache.update(key_states=key, value_states=value, layer_idx=number, kwargs=kwargs)
+    cache = kwargs.pop("cache", None)
+    if cache is not None:
+        number = getattr(module, "layer_idx", None)
+        key, value = cache.update(key_states=key, value_states=value, layer_idx=number, kwargs=kwargs)
     queries, keys = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
     token = torch.arange(query.shape[2], device=query.device)
     request = _requests(queries, query.shape[2])

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from flexnsa.layers.projection import is_dense
 from flexnsa.layers.rope import apply_rope
 from flexnsa.primitives import describe
-from flexnsa.transformers.cache import FlexNSACache
+from flexnsa.transformers.cache import CACHE, FlexNSACache
 from flexnsa.transformers.local_layers import layer_type
 from flexnsa.transformers.rotary import STYLES, Rotary
 from flexnsa.transformers.structure import Parts, normed_heads
@@ -147,7 +147,7 @@ class Read:
         whole, _ = layer(**kwargs)
         x, cache = cast("Tensor", kwargs["hidden_states"]), FlexNSACache(self.dense.config)
         parts = (x[:, :-1], x[:, -1:])
-        steps = [layer(**kwargs | {"hidden_states": part, "past_key_values": cache})[0] for part in parts]
+        steps = [layer(**kwargs | {"hidden_states": part, CACHE: cache})[0] for part in parts]
         rounding = 1.0 if is_dense(Parts.of(self.dense).q_proj.weight) else QUANTISED
         for out in (whole, torch.cat(steps, 1)):
             if not _close(out, self.call.out, rounding):
@@ -165,13 +165,13 @@ def check_cached_calls(model: Any) -> None:
     tokens = _tokens(model)
     try:
         with probing(model):
-            cache = model(tokens[:, :-1], use_cache=True).past_key_values
-            model(tokens[:, -1:], past_key_values=cache)
+            cache = model(tokens[:, :-1], use_cache=True)[CACHE]
+            model(tokens[:, -1:], **{CACHE: cache})
         seen = {layer.seen for layer in cache.nsa_layers}
-    except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
-        raise ValueError(f"past_key_values: expected a model that takes any cache, got {error!r}") from error
+    except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError) as error:
+        raise ValueError(f"cache: expected a model that takes any cache, got {error!r}") from error
     if seen != {TOKENS}:
-        raise ValueError(f"past_key_values: expected {TOKENS} tokens in the caches of all layers, got {sorted(seen)}")
+        raise ValueError(f"cache: expected {TOKENS} tokens in the caches of all layers, got {sorted(seen)}")
 
 
 def _tokens(model: Any) -> Tensor:

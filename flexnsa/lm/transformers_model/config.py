@@ -9,6 +9,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from flexnsa.config import NSAConfig
 from flexnsa.lm.model.config import PRESETS, DecoderConfig
+from flexnsa.transformers.cache import CACHE
 from flexnsa.transformers.parallel import KEYS, SUMMED
 
 _FIELDS = [field for field in fields(DecoderConfig) if field.name not in ("attention", "checkpointing")]
@@ -41,7 +42,7 @@ class FlexNSAConfig(_DecoderFields, PreTrainedConfig):
         "num_key_value_heads": "num_kv_heads",
         "num_hidden_layers": "num_layers",
     }
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = [CACHE]
 
     max_position_embeddings: int = 65_536
     use_cache: bool = True

@@ -28,7 +28,7 @@ from flexnsa.lm.transformers_model.arguments import check_inputs, check_of_token
 from flexnsa.lm.transformers_model.config import FlexNSAConfig, decoder_plan
 from flexnsa.packing import IGNORED
 from flexnsa.primitives import describe, may_look
-from flexnsa.transformers.cache import FlexNSACache, FlexNSACacheLayer, choose_cache, layer_of
+from flexnsa.transformers.cache import CACHE, FlexNSACache, FlexNSACacheLayer, by_either_name, choose_cache, layer_of
 from flexnsa.transformers.converted import CachedGeneration
 from flexnsa.transformers.mask_functions import make_padding_mask
 from flexnsa.transformers.padding import Rows
@@ -47,7 +47,7 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["CheckpointedLayer"]  # noqa: RUF012  (its type is that of the base class)
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _skip_keys_device_placement = [CACHE]  # noqa: RUF012
     _supports_context_parallel = False
     selection_hook: SelectionLossHook | None = None
     """What passes in training teach besides; see :class:`flexnsa.transformers.TeachSelection`."""
@@ -65,12 +65,13 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
         self.post_init()
 
     @can_return_tuple
+    @by_either_name
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -87,7 +88,7 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
             input_ids: int ``(B, T)``; with a cache, the tokens that follow those in it.
             attention_mask: ``(B, S)``, 0 or False for padding before or behind each row's tokens.
             position_ids: int ``(B, T)``; packed documents are told by positions that begin anew.
-            past_key_values: a :class:`FlexNSACache`.
+            cache: a :class:`FlexNSACache`.
             inputs_embeds: ``(B, T, dim)``, what the embedding gives, in place of ``input_ids``.
             labels: int ``(B, T)``, -100 where there is nothing to predict; the model shifts them.
             use_cache: whether to make a cache; by default where nothing is differentiated.
@@ -117,7 +118,7 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
         tokens = check_inputs(input_ids, inputs_embeds, weight_of(self.model.embedding))
         of_tokens = {"position_ids": position_ids, "labels": labels, "shift_labels": shift_labels}
         check_of_tokens(tokens, self.config.vocab_size, **of_tokens)
-        cache = choose_cache(self, tokens, past_key_values, use_cache)
+        cache = choose_cache(self, tokens, cache, use_cache)
         layers = [] if cache is None else [layer_of(cache, index) for index in range(len(self.model.layers))]
         rows = _read_rows(tokens, attention_mask, position_ids, cu_seq_lens_q, layers)
         tokens = rows.align(tokens, dim=1)
@@ -149,7 +150,7 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
         for layer in layers:
             layer.seen += rows.num_tokens
         hidden_states = None if states is None else cast("Any", tuple(rows.restore(x, dim=1) for x in states))
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache, hidden_states=hidden_states)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=hidden_states, **{CACHE: cache})
 
     def _skips_logits(self, skip_logits: bool | None, *, has_labels: bool) -> bool:
         """Return whether to compute no logits, by the argument or else the config."""

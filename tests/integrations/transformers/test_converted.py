@@ -194,14 +194,16 @@ def test_a_cache_forgets_selects_and_repeats_rows(few: Any) -> None:
     cache.crop(-1)
     assert cache.get_seq_length() == 40
     assert_close(few(more, past_key_values=cache).logits, want)
-    cache.crop(40)  # the length to keep
+    with pytest.raises(ValueError, match="tokens_to_remove: expected 0 or a negative number, got 40"):
+        cache.crop(40)
+    cache.crop(-1)
     cache.batch_select_indices(torch.tensor([2, 0]))
     cache.batch_repeat_interleave(2)
     assert cache.layers[0].batch_size == 4
     assert_close(few(more[:1].expand(4, -1), past_key_values=cache).logits, want[[2, 2, 0, 0]])
     cache.reset()
     assert_close(few(x[[1]].expand(4, -1), past_key_values=cache).logits, few(x[[1]]).logits.expand(4, -1, -1))
-    with pytest.raises(ValueError, match="past_key_values: expected a cache of 3 rows, got 4"):
+    with pytest.raises(ValueError, match="cache: expected a cache of 3 rows, got 4"):
         few(x, past_key_values=cache)
 
 
@@ -209,8 +211,7 @@ def test_a_cache_forgets_selects_and_repeats_rows(few: Any) -> None:
 def test_drafts_are_taken_back(few: Any) -> None:
     x = tokens(1, 10).repeat(1, 5)
     want = few.generate(x, **GREEDY)
-    looked_up = few.generate(x, **GREEDY, prompt_lookup_num_tokens=4)
-    assert torch.equal(looked_up[:, : want.shape[1]], want)  # transformers 5.10 may draw one more than it was asked for
+    assert torch.equal(few.generate(x, **GREEDY, prompt_lookup_num_tokens=4), want)
     assert torch.equal(few.generate(x, **GREEDY, assistant_model=converted("qwen3", FEW | {"window_size": 3})), want)
 
 
@@ -247,12 +248,12 @@ def test_compiled_as_one_graph_it_has_the_same_gradients(changes: dict[str, Any]
 
 def test_what_a_cache_cannot_do_is_refused(few: Any) -> None:
     x = tokens(1, 20)
-    with pytest.raises(ValueError, match=r"past_key_values: expected torch.no_grad\(\)"):
+    with pytest.raises(ValueError, match=r"cache: expected torch.no_grad\(\)"):
         few(x, past_key_values=FlexNSACache(few.config))
     assert few(x).past_key_values is None
     with torch.no_grad():
         assert isinstance(few(x).past_key_values, FlexNSACache)
-        with pytest.raises(TypeError, match="past_key_values: expected a FlexNSACache, got"):
+        with pytest.raises(TypeError, match="cache: expected a FlexNSACache, got"):
             few(x, past_key_values=DynamicCache(config=few.config))
         with pytest.raises(ValueError, match="cache_implementation: expected None for NSA layers, got 'quantized'"):
             few.generate(x, **GREEDY, cache_implementation="quantized")

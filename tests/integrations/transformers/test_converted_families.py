@@ -30,7 +30,7 @@ NOT_CONVERTED = {
     "laguna": "model.layers.0.self_attn: expected the output of o_proj alone",
     "llama4_text": "model.layers.1.self_attn: expected attention that does not look at the length of its cache",
     "mamba": "model: expected layers of full causal attention",
-    "minimax": "past_key_values: expected a model that takes any cache",
+    "minimax": "cache: expected a model that takes any cache",
 }
 
 
@@ -128,7 +128,6 @@ REFUSED = {
     "bloom": "attn_implementation: expected 'flexnsa' of a model that takes its attention from",
     "deepseek_v32": "layer_types: expected some of .* got .'indexed_attention'",
     "doge": r"attention_mask: expected \(B, S\)",
-    "gptj": "attn_implementation: expected 'flexnsa' of a model that takes its attention from",
     "inkling_text": "position_bias: expected None",
     "mamba": "layer_types: expected some 'full_attention' .* got .'linear_attention'",
     "minimax": r"attention_mask: expected \(B, 1\), all tokens so far",

@@ -14,6 +14,7 @@ from transformers import CompileConfig, SynthIDTextWatermarkingConfig, Watermark
 
 from flexnsa import NSAConfig
 from flexnsa.transformers import convert
+from flexnsa.transformers.cache import CACHE
 from tests.integrations.transformers.families import ALL, dense, own, pad_left, sparse, tokens
 from tests.integrations.transformers.test_mixed_layers import mixed
 
@@ -103,7 +104,7 @@ def generated(kind: str, option: str, **others: Any) -> dict[str, Any]:
     torch.manual_seed(3)  # after the model is made, which draws its weights
     out = model.generate(**inputs, **{**shared, **options})
     found = {"sequences": out} if isinstance(out, Tensor) else dict(out)
-    found.pop("past_key_values", None)
+    found.pop(CACHE, None)
     return found
 
 

@@ -98,7 +98,7 @@ def test_masks_are_read_inside_of_a_compiler() -> None:
     assert torch.equal(compiled(positions), want)
     for options in ({"block_sequence_ids": BLOCKS}, {"or_mask_function": own_function}):
         for position_ids in (None, positions):
-            with pytest.raises(Exception, match="ValueError"):
+            with pytest.raises(Exception, match=r"ValueError|block_sequence_ids: expected None"):
                 compiled(position_ids, **options)
 
 
@@ -146,6 +146,6 @@ def test_a_cache_that_forgets_is_refused() -> None:
     model = sparse("llama", FEW)
     options: dict[str, Any] = {"batch_size": 1, "q_length": 1, "kv_length": 8, "q_offset": 12, "kv_offset": 5}
     mask = dropin.make_mask(**options, config=model.config)
-    with pytest.raises(ValueError, match="past_key_values: expected a cache that keeps every token, got one that drop"):
+    with pytest.raises(ValueError, match="cache: expected a cache that keeps every token, got one that drop"):
         read_mask(mask, 1, 8)
     assert model(tokens(1, 20), past_key_values=DynamicCache(config=model.config)).logits.isfinite().all()

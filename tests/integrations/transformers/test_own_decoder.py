@@ -126,7 +126,7 @@ def test_a_run_of_the_library_is_read_and_written(tmp_path: Path) -> None:
 
 def test_some_layers_are_computed_again_and_offloading_is_refused() -> None:
     model = own(num_layers=4)
-    enable = model._set_gradient_checkpointing  # what transformers calls, 5.10 without a number
+    enable = model._set_gradient_checkpointing  # what transformers calls
     enable(every_n_layers=2)
     assert [layer.gradient_checkpointing for layer in model.model.layers] == [True, False, True, False]
     with pytest.raises(ValueError, match=r"gradient_checkpointing_func: expected .*, without offloading, got"):
@@ -206,7 +206,7 @@ WRONG: dict[str, list[Any]] = {
     "position_ids": [tokens(2, 20).float(), tokens(2, 5), tokens(3, 20), "a", tokens(2, 20).to("meta")],
     "logits_to_keep": ["a", None, -1, 1.5, torch.ones(1)],
     "cu_seq_lens_q": ["a", torch.tensor([0, 5]), torch.tensor([0.0, 20.0])],
-    "past_key_values": ["a"],
+    "cache": ["a"],
     "use_cache": ["a", 3],
     "output_hidden_states": ["a", 3],
     "skip_logits": ["a", 3, torch.ones(2), True],  # without labels

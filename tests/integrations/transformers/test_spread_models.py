@@ -10,19 +10,13 @@ from torch.testing import assert_close
 
 from flexnsa.transformers.parallel import keep_local_heads
 from tests.integrations.transformers.families import FEW, converted
+from tests.integrations.transformers.spread_models import spread_models
 from tests.parallel.processes import run_together
-
-pytest.importorskip(
-    "transformers.distributed.mixin",
-    reason="transformers spreads no models by DistributedConfig: pip install --upgrade transformers",
-)
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("spread")
-    from tests.integrations.transformers.spread_models import spread_models
-
     run_together(2, folder, spread_models, folder)
     return torch.load(folder / "results.pt")
 
