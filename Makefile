@@ -35,7 +35,7 @@ emitted: .venv/.installed  ## compile the CUDA kernels for several GPUs and run 
 transformers: .venv/.transformers  ## run the tests that need Hugging Face transformers
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/integrations/transformers
 
-# git clone --depth 1 --branch v5.23.0 https://github.com/huggingface/transformers CHECKOUT
+# git clone --depth 1 --branch v5.24.0 https://github.com/huggingface/transformers CHECKOUT
 transformers-common: .venv/.transformers  ## run transformers' own tests of all models; CHECKOUT=/path/to/its/repository has them
 	test -f "$(CHECKOUT)/tests/test_modeling_common.py"
 	$(BIN)/pip install --quiet parameterized
