@@ -26,7 +26,7 @@ from flexnsa.layers.presets import GATE_LIMIT, StartingGate, start
 from flexnsa.layers.projection import computed_dtype, project, split_heads, weight_of
 from flexnsa.layers.step import fits_step, lay_out_step
 from flexnsa.masks.user_mods import Mods, SoftCap, cap_of
-from flexnsa.transformers.cache import by_either_name, layer_of
+from flexnsa.transformers.cache import layer_of, take_cache
 from flexnsa.transformers.local_layers import layer_type
 from flexnsa.transformers.options import LayerOptions
 from flexnsa.transformers.padding import Rows
@@ -95,7 +95,6 @@ class ConvertedAttention(SparseLayer):
                 got = sizes.index_head_dim
                 raise ValueError(f"index_head_dim: expected the {rotated} dims that are rotated, or more, got {got}")
 
-    @by_either_name
     def forward(
         self,
         hidden_states: Tensor,
@@ -107,7 +106,7 @@ class ConvertedAttention(SparseLayer):
         new_lengths: Tensor | None = None,
         selection: SelectionLoss | None = None,
         shared_index: Any = None,
-        **_: object,
+        **others: Any,
     ) -> tuple[Tensor, None]:
         """Attend within sequences ``(B, T, dim)``, or from tokens that follow those of a cache; see the dense layer.
 
@@ -116,7 +115,7 @@ class ConvertedAttention(SparseLayer):
             ValueError: packed sequences come with a cache.
         """
         batch_size, num_tokens = hidden_states.shape[:2]
-        layer = None if cache is None else layer_of(cache, self.layer_idx)
+        layer = None if (cache := take_cache(others, cache)) is None else layer_of(cache, self.layer_idx)
         rows = Rows.of(
             attention_mask,
             given_positions,

@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from transformers.generation.utils import ALL_CACHE_NAMES
 from transformers.utils import logging
-from transformers.utils.deprecation import deprecate_kwarg
 
 from flexnsa.cache.cache import NSACache
 from flexnsa.primitives import describe
@@ -18,8 +17,6 @@ from flexnsa.transformers.local_layers import layer_types, nsa_types
 
 CACHE = ALL_CACHE_NAMES[0]
 """What transformers names a cache that it passes: ``cache``, before 5.24 ``past_key_values``."""
-by_either_name = deprecate_kwarg("past_key_values", "5.23.0", "cache")
-"""Lets a function also take its ``cache`` by its former name; without a warning, because the version is past."""
 FIRST_TOKENS = 256
 """Initial capacity of a cache whose length the caller did not specify; it grows by doubling."""
 MOST_DRAFTED = 64
@@ -66,7 +63,7 @@ class FlexNSACacheLayer(CacheLayerMixin):
             self.nsa = new_cache(batch_size, max(self.max_cache_len, need), max_rewind=self.max_rewind)
             self.is_initialized = True
         if self.nsa.batch_size != batch_size:
-            raise ValueError(f"cache: expected a cache of {batch_size} rows, got {self.nsa.batch_size}")
+            raise ValueError(f"{CACHE}: expected a cache of {batch_size} rows, got {self.nsa.batch_size}")
         if need > self.nsa.max_seq_len:
             self.nsa.grow(need)
         return self.nsa
@@ -76,7 +73,7 @@ class FlexNSACacheLayer(CacheLayerMixin):
 
     def update(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Raise: layers with dense attention would store keys and values here."""
-        raise TypeError("cache: expected a cache of keys and values for a dense layer, got a FlexNSACache")
+        raise TypeError(f"{CACHE}: expected a cache of keys and values for a dense layer, got a FlexNSACache")
 
     def get_seq_length(self) -> int:
         """Return the tokens of each sequence so far, padding included."""
@@ -180,6 +177,12 @@ class FlexNSACache(Cache):
         return vars(self) | {"captured": None}
 
 
+def take_cache(kwargs: dict[str, Any], cache: Any) -> Any:
+    """Return a cache; where there is none, take it out of ``kwargs`` by its former name."""
+    former = kwargs.pop("past_key_values", None)
+    return former if cache is None else cache
+
+
 def layer_of(cache: Any, index: int) -> FlexNSACacheLayer:
     """Check that a cache is one of NSA layers, and return the part of one layer.
 
@@ -188,7 +191,7 @@ def layer_of(cache: Any, index: int) -> FlexNSACacheLayer:
     """
     layers = getattr(cache, "layers", ())
     if index >= len(layers) or not isinstance(layers[index], FlexNSACacheLayer):
-        raise TypeError(f"cache: expected a FlexNSACache, got {describe(cache)}")
+        raise TypeError(f"{CACHE}: expected a FlexNSACache, got {describe(cache)}")
     return layers[index]
 
 
@@ -203,10 +206,10 @@ def choose_cache(model: Any, tokens: Any, cache: Any, use_cache: bool | None) ->
     """
     layers = getattr(cache, "layers", ())
     if any(layer is other for index, layer in enumerate(layers) for other in layers[:index]):
-        raise ValueError("cache: expected a part of its own for each layer, got one of them twice")
+        raise ValueError(f"{CACHE}: expected a part of its own for each layer, got one of them twice")
     training = torch.is_grad_enabled() and _is_differentiated(model, tokens)
     if training and (use_cache or cache is not None):
-        name = "use_cache" if cache is None else "cache"
+        name = "use_cache" if cache is None else CACHE
         raise ValueError(f"{name}: expected torch.no_grad(), because a cache has no gradient, got training")
     use_cache = model.config.use_cache if use_cache is None else use_cache
     if training and use_cache and model.training:

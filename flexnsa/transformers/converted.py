@@ -16,7 +16,7 @@ from flexnsa.layers.config import leaders_of
 from flexnsa.layers.indexer import Change, PassedIndex, SelectionLoss, check_selection
 from flexnsa.layers.presets import starting_values
 from flexnsa.transformers.attention import ConvertedAttention
-from flexnsa.transformers.cache import CACHE, MOST_DRAFTED, FlexNSACache, by_either_name, choose_cache
+from flexnsa.transformers.cache import CACHE, MOST_DRAFTED, FlexNSACache, choose_cache, take_cache
 from flexnsa.transformers.choice import LAYERS
 from flexnsa.transformers.cuda_graphs import CapturedModel, can_capture
 from flexnsa.transformers.dropin import attend_in_rows
@@ -116,7 +116,6 @@ class ConvertedModel(ConvertedPreTrainedModel):
     selection_hook: SelectionLossHook | None = None
     """What passes in training teach besides; see :class:`flexnsa.transformers.TeachSelection`."""
 
-    @by_either_name
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -138,7 +137,7 @@ class ConvertedModel(ConvertedPreTrainedModel):
         """
         refuse_attentions(self.config, kwargs, "of a model with NSA layers")
         x = inputs_embeds if input_ids is None else input_ids
-        cache, options = choose_cache(self, x, cache, use_cache), LayerOptions.of(self.config)
+        cache, options = choose_cache(self, x, take_cache(kwargs, cache), use_cache), LayerOptions.of(self.config)
         layers = self.nsa_layers
         for layer in layers:
             layer.follow(options)

@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from flexnsa.config import NSAConfig
 from flexnsa.layers.projection import has_no_hooks, is_dense
 from flexnsa.operators.graphs import Step, capture
-from flexnsa.transformers.cache import CACHE, FlexNSACache
+from flexnsa.transformers.cache import CACHE, FlexNSACache, take_cache
 from flexnsa.transformers.rotary import looks_at_positions
 
 NextLogits = Callable[[Tensor, FlexNSACache, Tensor], Tensor]
@@ -75,11 +75,12 @@ class CapturedModel:
 
     def __call__(self, **inputs: Any) -> Any:
         """Call the model, or replay its captured step."""
-        tokens, cache, mask = (inputs.get(name) for name in ("input_ids", CACHE, "attention_mask"))
-        others = inputs.keys() - WITHOUT_EFFECT - {"input_ids", CACHE, "attention_mask"}
+        cache = take_cache(inputs, inputs.pop("cache", None))
+        tokens, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+        others = inputs.keys() - WITHOUT_EFFECT - {"input_ids", "attention_mask"}
         asks_more = any(inputs[name] is not None and inputs[name] is not False for name in others)
         if asks_more or not _fits(tokens, cache, mask):
-            return self._model(**inputs)
+            return self._model(**inputs, **{CACHE: cache})
         assert isinstance(tokens, Tensor)
         assert isinstance(cache, FlexNSACache)
         buffers = (x for nsa in cache.kept for x in (nsa.lengths, nsa.reached, *nsa.buffers.values()))

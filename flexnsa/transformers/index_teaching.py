@@ -19,7 +19,7 @@ from flexnsa.attention.sampling import sampled_tokens
 from flexnsa.layers.indexer import SAMPLED_QUERIES, SelectionLoss
 from flexnsa.operators.attached_losses import Attached, Once
 from flexnsa.primitives import check_choice, check_positive_number, check_type, describe
-from flexnsa.transformers.cache import CACHE
+from flexnsa.transformers.cache import take_cache
 from flexnsa.transformers.released_indexers import RELEASED
 from flexnsa.transformers.taught_layers import Lesson, Pass, TaughtLayer, indexed_layers, mean_of
 
@@ -194,7 +194,7 @@ class IndexTeaching(AbstractContextManager["IndexTeaching"]):
         given = inspect.signature(text.forward).bind_partial(*args, **kwargs).arguments
         given |= given.pop("kwargs", {})
         self._lesson.one_pass = None
-        cache, teaches = given.get(CACHE), torch.is_grad_enabled()
+        cache, teaches = take_cache(given, given.get("cache")), torch.is_grad_enabled()
         if cache is not None and cache.get_seq_length():
             return
         x = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]

@@ -186,7 +186,8 @@ def _check_parts(mask_function: MaskFunction, *, has_additions: bool) -> None:
 
 
 def _parts(mask_function: MaskFunction) -> Iterator[MaskFunction]:
-    """Yield the functions that one is composed of, itself included."""
+    """Yield the functions that one is composed of, itself included, but for blocks of which there are none."""
+    mask_function = _without_empty_blocks(mask_function)
     variable = JOINED.get(_kind(mask_function))
     if variable is not None:
         made_of = getclosurevars(mask_function).nonlocals[variable]

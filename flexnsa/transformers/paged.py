@@ -83,6 +83,8 @@ def attend_to_pages(
     if cache is not None:
         number = getattr(module, "layer_idx", None)
         key, value = cache.update(key_states=key, value_states=value, layer_idx=number, kwargs=kwargs)
+    elif isinstance(kwargs["cu_seq_lens_k"], dict):  # of a layer that reads another's keys, so that it updates no cache
+        kwargs |= {name: kwargs[name][layer_type(module)] for name in ("cu_seq_lens_k", "max_length_k")}
     queries, keys = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
     token = torch.arange(query.shape[2], device=query.device)
     request = _requests(queries, query.shape[2])

@@ -169,9 +169,9 @@ def check_cached_calls(model: Any) -> None:
             model(tokens[:, -1:], **{CACHE: cache})
         seen = {layer.seen for layer in cache.nsa_layers}
     except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError) as error:
-        raise ValueError(f"cache: expected a model that takes any cache, got {error!r}") from error
+        raise ValueError(f"{CACHE}: expected a model that takes any cache, got {error!r}") from error
     if seen != {TOKENS}:
-        raise ValueError(f"cache: expected {TOKENS} tokens in the caches of all layers, got {sorted(seen)}")
+        raise ValueError(f"{CACHE}: expected {TOKENS} tokens in the caches of all layers, got {sorted(seen)}")
 
 
 def _tokens(model: Any) -> Tensor:

@@ -72,7 +72,7 @@ class DecoderLM(nn.Module):
         """Have whole rows go through ``torch.compile(**options)`` layer by layer, all layers through the same code.
 
         So compiling takes as long as one layer takes. Checkpointing is compiled along with the layer. A second length
-        compiles code for all lengths, which takes about four times as long as code for one (``dynamic=False``). See
+        compiles code for all lengths, which takes two to three times as long as code for one (``dynamic=False``). See
         :func:`quick_options`.
         """
         self._run_layer = torch.compile(run_layer, **quick_options(options))

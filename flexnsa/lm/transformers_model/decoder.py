@@ -28,7 +28,7 @@ from flexnsa.lm.transformers_model.arguments import check_inputs, check_of_token
 from flexnsa.lm.transformers_model.config import FlexNSAConfig, decoder_plan
 from flexnsa.packing import IGNORED
 from flexnsa.primitives import describe, may_look
-from flexnsa.transformers.cache import CACHE, FlexNSACache, FlexNSACacheLayer, by_either_name, choose_cache, layer_of
+from flexnsa.transformers.cache import CACHE, FlexNSACache, FlexNSACacheLayer, choose_cache, layer_of, take_cache
 from flexnsa.transformers.converted import CachedGeneration
 from flexnsa.transformers.mask_functions import make_padding_mask
 from flexnsa.transformers.padding import Rows
@@ -65,7 +65,6 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
         self.post_init()
 
     @can_return_tuple
-    @by_either_name
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -118,7 +117,7 @@ class FlexNSAForCausalLM(SpreadHeads, CachedGeneration, PreTrainedModel, Generat
         tokens = check_inputs(input_ids, inputs_embeds, weight_of(self.model.embedding))
         of_tokens = {"position_ids": position_ids, "labels": labels, "shift_labels": shift_labels}
         check_of_tokens(tokens, self.config.vocab_size, **of_tokens)
-        cache = choose_cache(self, tokens, cache, use_cache)
+        cache = choose_cache(self, tokens, take_cache(kwargs, cache), use_cache)
         layers = [] if cache is None else [layer_of(cache, index) for index in range(len(self.model.layers))]
         rows = _read_rows(tokens, attention_mask, position_ids, cu_seq_lens_q, layers)
         tokens = rows.align(tokens, dim=1)

@@ -30,7 +30,7 @@ NOT_CONVERTED = {
     "laguna": "model.layers.0.self_attn: expected the output of o_proj alone",
     "llama4_text": "model.layers.1.self_attn: expected attention that does not look at the length of its cache",
     "mamba": "model: expected layers of full causal attention",
-    "minimax": "cache: expected a model that takes any cache",
+    "minimax": "(cache|past_key_values): expected a model that takes any cache",
 }
 
 

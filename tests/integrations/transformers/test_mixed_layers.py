@@ -25,10 +25,14 @@ SLIDING: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"
 CHUNKED: dict[str, Any] = {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": WINDOW}
 LINEAR: dict[str, Any] = {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4}
 LINEAR |= {"linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+SHARED: dict[str, Any] = {"layer_types": SLIDING["layer_types"] * 2, "sliding_window": WINDOW, "laurel_rank": 8}
+SHARED |= {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.0] * 4}
+SHARED |= {"intermediate_size": [64] * 4, "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8}
 EXPERTS: dict[str, Any] = {"num_local_experts": 2, "num_experts_per_tok": 1}
 CONFIGS: dict[str, Callable[[], Any]] = {
     "gemma2": lambda: transformers.Gemma2Config(**SIZES | SLIDING, attn_logit_softcapping=2.0),
     "gemma3": lambda: transformers.Gemma3TextConfig(**SIZES | SLIDING),
+    "gemma3n": lambda: transformers.Gemma3nTextConfig(**SIZES | SHARED),
     "gpt_oss": lambda: transformers.GptOssConfig(**SIZES | SLIDING | EXPERTS),
     "llama4": lambda: transformers.Llama4TextConfig(**SIZES | CHUNKED | EXPERTS, intermediate_size_mlp=64),
     "qwen3_next": lambda: transformers.Qwen3NextConfig(**SIZES | LINEAR, num_experts=0, mlp_only_layers=[0, 1]),

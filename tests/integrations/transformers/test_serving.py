@@ -32,6 +32,7 @@ MODELS: dict[str, Any] = {
     "soft cap, sliding layers": lambda: mixed("gemma2"),
     "sinks, sliding layers": lambda: mixed("gpt_oss"),
     "sliding layers": lambda: mixed("gemma3"),
+    "shared keys, sliding layers": lambda: mixed("gemma3n"),
 }
 
 
