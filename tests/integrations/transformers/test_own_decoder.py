@@ -17,6 +17,7 @@ from flexnsa import MeanCompressor
 from flexnsa.lm import DecoderLM, Sampling, preset
 from flexnsa.lm.training.model_file import read_model, save_model
 from flexnsa.lm.transformers_model import FlexNSAForCausalLM
+from flexnsa.transformers.cache import CACHE
 from tests.integrations.transformers.families import own, pad_left, tokens
 
 
@@ -206,7 +207,7 @@ WRONG: dict[str, list[Any]] = {
     "position_ids": [tokens(2, 20).float(), tokens(2, 5), tokens(3, 20), "a", tokens(2, 20).to("meta")],
     "logits_to_keep": ["a", None, -1, 1.5, torch.ones(1)],
     "cu_seq_lens_q": ["a", torch.tensor([0, 5]), torch.tensor([0.0, 20.0])],
-    "cache": ["a"],
+    CACHE: ["a"],
     "use_cache": ["a", 3],
     "output_hidden_states": ["a", 3],
     "skip_logits": ["a", 3, torch.ones(2), True],  # without labels
