@@ -80,9 +80,8 @@ def test_what_is_said_of_8k_is_what_was_recorded() -> None:
 
 def test_what_is_said_of_needles_is_what_was_recorded() -> None:
     maps = [point["maps"] for point in read_record("recall_needles_h200")["points"]]
-    kinds = ("needle chosen", "needle", "pairs")
-    chosen, answered, pairs = (sum(sum(of[kind]["65536"]) for of in maps) for kind in kinds)
-    said = f"the block of {chosen} of 96, and {answered} are answered; of pairs, {pairs / len(maps) / 5.12:.1f} %"
+    chosen, right, pairs = (sum(sum(of[kind]["65536"]) for of in maps) for kind in ("needle chosen", "needle", "pairs"))
+    said = f"the block of {chosen} of 96, and {right} are answered; of pairs, {pairs / len(maps) / 5.12:.1f} %"
     assert said in words_of("docs/learning.md")
 
 

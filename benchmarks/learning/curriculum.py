@@ -157,7 +157,7 @@ class Run:
         with self._precision():
             loss = self.model(tokens, targets=targets, selection=selection)
         (loss if selection is None else loss + selection.total).backward()
-        for parameters in (self._of_indexers, self._taught_by_text):  # neither loss slows what the other one teaches
+        for parameters in (self._of_indexers, self._taught_by_text):  # apart: neither loss slows the other
             nn.utils.clip_grad_norm_(parameters, 1.0)
         self.optimizer.step()
         return loss.detach()
@@ -229,7 +229,7 @@ class Run:
     def _depth_map(self, kind: str, seq_len: int) -> list[int]:
         """Ask at the end of sequences for pairs at all depths, together or each alone in filler; count the answers.
 
-        Of chosen needles, count instead the questions at which :meth:`_finds` the block.
+        The kind ``needle chosen`` counts the questions whose block the last layer selects; see :meth:`_finds`.
         """
         plan, answers, look = self.plan, list[Tensor](), self._finds if kind == "needle chosen" else self._answers
         depths = torch.linspace(0, 1, DEPTHS, device=self.device).expand(plan.map_rows, -1)

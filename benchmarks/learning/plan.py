@@ -21,8 +21,8 @@ from flexnsa import NSAConfig
 
 DEPTHS = 16
 KINDS = ("pairs", "needle chosen", "needle")
-"""Of maps: sequences full of pairs, some of which are asked for; sequences of filler with a single pair, at how many
-the last layer selects the block with the value, where it selects; and how many of the same are answered.
+"""Of maps: answered questions about sequences full of pairs; questions about needles, single pairs in filler, whose
+block a head of the last layer selects; and answered questions about needles.
 """
 
 

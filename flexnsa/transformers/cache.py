@@ -12,11 +12,11 @@ from transformers.generation.utils import ALL_CACHE_NAMES
 from transformers.utils import logging
 
 from flexnsa.cache.cache import NSACache
-from flexnsa.primitives import describe
+from flexnsa.primitives import check_type, describe
 from flexnsa.transformers.local_layers import layer_types, nsa_types
 
 CACHE = ALL_CACHE_NAMES[0]
-"""What transformers names a cache that it passes: ``cache``, before 5.24 ``past_key_values``."""
+"""The name by which transformers passes a cache: ``cache``, before 5.24 ``past_key_values``."""
 FIRST_TOKENS = 256
 """Initial capacity of a cache whose length the caller did not specify; it grows by doubling."""
 MOST_DRAFTED = 64
@@ -178,8 +178,10 @@ class FlexNSACache(Cache):
 
 
 def take_cache(kwargs: dict[str, Any], cache: Any) -> Any:
-    """Return a cache; where there is none, take it out of ``kwargs`` by its former name."""
+    """Return the cache, which a caller may also pass by its former name, ``past_key_values``, in ``kwargs``."""
     former = kwargs.pop("past_key_values", None)
+    if former is not None and cache is not None:
+        raise ValueError(f"past_key_values: expected None beside a cache, got {describe(former)}")
     return former if cache is None else cache
 
 
@@ -202,8 +204,11 @@ def choose_cache(model: Any, tokens: Any, cache: Any, use_cache: bool | None) ->
     In training there is none then, and a warning says so once.
 
     Raises:
+        TypeError: what is given is no cache.
         ValueError: a cache is given or asked for explicitly in training; or two layers share one part of it.
     """
+    if cache is not None:
+        check_type(CACHE, cache, Cache)
     layers = getattr(cache, "layers", ())
     if any(layer is other for index, layer in enumerate(layers) for other in layers[:index]):
         raise ValueError(f"{CACHE}: expected a part of its own for each layer, got one of them twice")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -90,8 +90,7 @@ class CapturedModel:
             cache.captured = CapturedStep(self._next_logits, cache, place)
         logits = cache.captured(tokens, None if mask is None else mask[:, -1])
         cache.seen += 1
-        outputs: dict[str, Any] = {"logits": logits, CACHE: cache}
-        return CausalLMOutputWithPast(**outputs)
+        return CausalLMOutputWithPast(logits=logits, **cast("Any", {CACHE: cache}))
 
 
 def can_capture(model: nn.Module) -> bool:

@@ -73,7 +73,7 @@ def attention_forward(
             names it.
     """
     _check_model(module, position_ids)
-    if kwargs.get("read_index") is not None or kwargs.get("block_table") is not None:
+    if kwargs.get("read_index") is not None or kwargs.get("block_table") is not None:  # of continuous batching
         if layer_type(module) not in LOCAL:
             _check(module, dropout, kwargs)
         return attend_to_pages(module, query, key, value, scaling=scaling, cu_seq_lens_q=cu_seq_lens_q, **kwargs)

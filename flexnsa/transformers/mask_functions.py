@@ -146,16 +146,15 @@ def read_documents(
         mask_function = _without_empty_blocks(mask_function)
     if mask_function is masking_utils.causal_mask_function:
         return None
-    if torch.compiler.is_compiling():  # no closures to read here, so has_additions decides
-        if _kind(mask_function) != "and_masks" or has_additions:
-            _refuse(mask_function)
-    else:
-        _check_parts(mask_function, has_additions=has_additions)
     row = torch.arange(batch_size, device=device)[:, None]
     token = torch.arange(1, num_tokens, device=device)[None]
-    if torch.compiler.is_compiling():  # since transformers 5.24 documents are outermost, whatever they are joined with
+    if torch.compiler.is_compiling():  # no closures to read here, so has_additions decides, and whether a token sees
+        if _kind(mask_function) != "and_masks" or has_additions:  # the next: documents may be joined with blocks
+            _refuse(mask_function)
         message = "block_sequence_ids: expected None where attention is NSA, got blocks"
         torch.ops.aten._assert_async.msg(~mask_function(row, 0, token - 1, token).any(), message)
+    else:
+        _check_parts(mask_function, has_additions=has_additions)
     follows = mask_function(row, 0, token, token - 1)  # a document starts where a token does not see the one before
     return F.pad(~follows, (1, 0)).cumsum(1, dtype=torch.int32)
 

@@ -70,20 +70,17 @@ def attend_to_pages(
     """Attend from the new tokens of several requests to the keys that each has in a paged cache.
 
     Query ``(1, Hq, T, Dk)`` is of new tokens. Key ``(1, Hkv, S, Dk)``, both rotated, and value ``(1, Hkv, S, Dv)`` are
-    of all tokens of the requests. Before transformers 5.24 they are of new tokens, and come with the cache that stores
-    them and returns all. ``cu_seq_lens_q (R + 1,)`` comes from the model; the cache sets ``cu_seq_lens_k (R + 1,)`` and
-    ``max_length_k`` to those of the layer.
+    of all; before transformers 5.24 of new ones, with the cache that returns all. ``cu_seq_lens_q (R + 1,)`` comes from
+    the model, ``cu_seq_lens_k (R + 1,)`` and ``max_length_k`` of the layer from the cache.
 
     Raises:
         ValueError: the cache would have a kernel read its pages.
     """
     if kwargs.get("block_table") is not None:
         raise ValueError(f"block_table: expected None with {NAME}, got {describe(kwargs['block_table'])}")
-    cache = kwargs.pop("cache", None)
-    if cache is not None:
-        number = getattr(module, "layer_idx", None)
-        key, value = cache.update(key_states=key, value_states=value, layer_idx=number, kwargs=kwargs)
-    elif isinstance(kwargs["cu_seq_lens_k"], dict):  # of a layer that reads another's keys, so that it updates no cache
+    if (cache := kwargs.pop("cache", None)) is not None:
+        key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
+    elif isinstance(kwargs["cu_seq_lens_k"], dict):  # a layer that reads another's keys updates no cache
         kwargs |= {name: kwargs[name][layer_type(module)] for name in ("cu_seq_lens_k", "max_length_k")}
     queries, keys = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
     token = torch.arange(query.shape[2], device=query.device)

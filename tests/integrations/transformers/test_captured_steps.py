@@ -11,7 +11,6 @@ import torch
 from transformers.generation.configuration_utils import CompileConfig
 
 from flexnsa.transformers import FlexNSACache, cuda_graphs
-from flexnsa.transformers.cache import CACHE
 from tests.integrations.transformers import families
 from tests.integrations.transformers.families import FEW, INDEX, ROPES, own, pad_left, tokens
 
@@ -156,10 +155,10 @@ def test_a_row_that_has_ended_keeps_no_token(model: Any, replays: list[int]) -> 
     for forward in (model, model.get_compiled_call()):
         cache, mask = FlexNSACache(model.config, 64), torch.ones(2, 20)
         with torch.no_grad():
-            model(input_ids=x, **{CACHE: cache})
+            model(input_ids=x, past_key_values=cache)
             for t in range(3):
                 mask = torch.cat((mask, torch.tensor([[1.0], [t == 0]])), dim=1)
-                out = forward(input_ids=more[:, t, None], **{CACHE: cache}, attention_mask=mask)
+                out = forward(input_ids=more[:, t, None], past_key_values=cache, attention_mask=mask)
                 logits.append(out.logits[: 2 if t == 0 else 1])
         lengths.append([kept.lengths.tolist() for kept in cache.kept])
     torch.testing.assert_close(logits[3:], logits[:3])

@@ -255,6 +255,8 @@ def test_what_a_cache_cannot_do_is_refused(few: Any) -> None:
         assert isinstance(few(x).past_key_values, FlexNSACache)
         with pytest.raises(TypeError, match=r"(cache|past_key_values): expected a FlexNSACache, got"):
             few(x, past_key_values=DynamicCache(config=few.config))
+        with pytest.raises(TypeError, match=r"(cache|past_key_values): expected Cache, got 'a'"):
+            few(x, past_key_values="a")
         with pytest.raises(ValueError, match="cache_implementation: expected None for NSA layers, got 'quantized'"):
             few.generate(x, **GREEDY, cache_implementation="quantized")
 

@@ -223,9 +223,11 @@ def test_an_error_names_the_argument_that_was_given(name: str, index: int) -> No
             own()(**tokens_of, **options, **{name: WRONG[name][index]})
 
 
-def test_tokens_beside_embeddings_are_refused() -> None:
+def test_tokens_beside_embeddings_and_two_caches_are_refused() -> None:
     with pytest.raises(ValueError, match="inputs_embeds: expected either these or input_ids"):
         own()(tokens(1, 9), inputs_embeds=torch.ones(1, 9, 48))
+    with pytest.raises(ValueError, match="past_key_values: expected None beside a cache, got 'a'"):
+        own()(tokens(2, 20), cache="b", past_key_values="a")
 
 
 def test_probabilities_are_refused_to_a_config_too() -> None:
